@@ -81,7 +81,8 @@ def build(way: str, shape: gpt.Shape) -> Callable[[], Any]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return compile_step(step) if way.endswith("replayed") else step
+    state = [model, optimizer, tokens]
+    return compile_step(step, state=state) if way.endswith("replayed") else step
 
 
 def _wrappers(way: str) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -132,7 +132,7 @@ def sharded(rank: int, way: str) -> dict[str, Tensor]:
             scaler.step(optimizer)
             scaler.update()
 
-    train_on = compile_step(train) if "replayed" in way else train
+    train_on = compile_step(train, state=[model, optimizer, scaler]) if "replayed" in way else train
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
         train_on(*(each.to(torch_xla.device()) for each in labelled(step, rank)))

@@ -229,7 +229,7 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
         optimizer.step()
         return loss.detach()
 
-    run: Any = compile_step(step) if case.replayed else step
+    run: Any = compile_step(step, state=[model, optimizer]) if case.replayed else step
     for buffers in batches(case, part):
         losses.append(run(*(each.to(torch_xla.device()) for each in buffers)))
         torch_xla.sync()

@@ -134,8 +134,10 @@ def cached_outcome(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a child: CPU, quick compilation, and ``more``."""
-    return {**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": FAST_COMPILE, **(more or {})}
+    """Return the environment of a child: CPU, quick compilation, every replay of a compiled step
+    checked, and ``more``."""
+    own = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": FAST_COMPILE, "XLA_FSDP_CHECK": "1"}
+    return {**os.environ, **own, **(more or {})}
 
 
 def _call(rank: int, target: str, *args: Any) -> Any:

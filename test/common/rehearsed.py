@@ -79,5 +79,7 @@ def build_step(
         if xm.mesh_reduce("steps", steps, sum) != steps * xr.world_size():
             raise AssertionError("the ranks do not hear of each other")
 
-    train_on = compile_step(train) if way == "compiled" and not plain else train
+    train_on = (
+        compile_step(train, state=[model, optimizer]) if way == "compiled" and not plain else train
+    )
     return step

@@ -36,6 +36,7 @@ class Job:
         step: takes a batch; returns tensors or plain values.
         between: called with the number of the step that comes next.
         batch: makes the batch for a step.
+        state: what else the step reads or changes on the device.
     """
 
     model: Any
@@ -43,6 +44,13 @@ class Job:
     step: Callable[..., Any]
     between: Callable[[int], Any] = lambda number: None
     batch: Callable[[int], tuple[Any, ...]] = field(default_factory=lambda: batch)
+    state: tuple[Any, ...] = ()
+
+    def compiled(self, **options: Any) -> Any:
+        """Return the compiled step."""
+        from xla_fsdp import compile_step
+
+        return compile_step(self.step, state=[self.model, self.optimizer, *self.state], **options)
 
 
 def batch(number: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -61,11 +69,9 @@ def outcome(make_job: Callable[[], Job], way: str) -> dict[str, Any]:
     """Train; return losses, values, counts of traces and replays."""
     import torch_xla
 
-    from xla_fsdp import compile_step
-
     torch_xla.manual_seed(17)
     job = make_job()
-    step: Any = job.step if way == "traced" else compile_step(job.step)
+    step: Any = job.step if way == "traced" else job.compiled(check=1)
     torch_xla.sync()
     losses = []
     for number in range(STEPS):
@@ -245,20 +251,19 @@ def averages() -> Job:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inner = _train(model, optimizer)
     kept = [p.detach().clone() for p in model.parameters()]
-    mean = kept[0] * 0.0
+    means = {"first": kept[0] * 0.0}
     model.register_buffer("mean_loss", kept[0].sum() * 0.0)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        nonlocal mean
         loss = inner(x, y)
         with torch.no_grad():
             for average, param in zip(kept, model.parameters(), strict=True):
                 average.lerp_(param, 0.1)
-            mean = mean * 0.9 + kept[0]
+            means["first"] = means["first"] * 0.9 + kept[0]
             model.mean_loss = model.mean_loss * 0.5 + loss.detach()
-        return loss.detach() + mean.sum()
+        return loss.detach() + means["first"].sum()
 
-    return Job(model, optimizer, step)
+    return Job(model, optimizer, step, state=(kept, means))
 
 
 def in_backward() -> Job:
@@ -372,7 +377,7 @@ def scaled() -> Job:
         x, y = batch(number)
         return (x * 1e30, y) if number % 7 == 5 else (x, y)
 
-    return Job(model, optimizer, step, batch=batches)
+    return Job(model, optimizer, step, batch=batches, state=(scaler,))
 
 
 def offloaded() -> Job:

@@ -114,7 +114,8 @@ def parallelize(
     _watch_forwards(sharded, scans, plan)
     made = _bind(optimizer, sharded, plan)
     plan.refuse_impossible()
-    return Parallelized(sharded, made, plan.finished(len(sharded._fsdp_units()), sharded))
+    done = plan.finished(len(sharded._fsdp_units()), sharded).applied(sharded, made)
+    return Parallelized(sharded, made, done)
 
 
 # ---------------------------------------------------------------- what is done, and what is not

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -86,6 +86,8 @@ class Recipe:
     mesh: Mapping[str, int] | tuple[tuple[str, int], ...] | None = None
     # What parallelize did. A list, as the first forward may show that blocks cannot be a loop.
     _report: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    # The model and the optimizer to which it was applied.
+    _state: tuple[Any, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, Mapping):
@@ -97,6 +99,9 @@ class Recipe:
                 self._set(each, tuple(given))
         if problems := list(_problems(self)):
             raise ValueError("Recipe: " + "; ".join(problems))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_state": None}  # a copy has been applied to nothing
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -121,6 +126,11 @@ class Recipe:
         done._set("_report", report)
         return done
 
+    def applied(self, *state: Any) -> Recipe:
+        """Note the model and the optimizer to which the recipe was applied; return it."""
+        self._set("_state", tuple(each for each in state if each is not None))
+        return self
+
     def explain(self) -> None:
         """Print what was done and what was left out; before ``parallelize``, what is asked for."""
         lines = self._report or [
@@ -134,13 +144,15 @@ class Recipe:
         values = dataclasses.asdict(self).items()
         return [f"  {name}: {_shown(self, name, each)}" for name, each in values if name[0] != "_"]
 
-    def compile(self, step: Callable[P, T]) -> Callable[P, T]:
+    def compile(self, step: Callable[P, T], state: Sequence[Any] = ()) -> Callable[P, T]:
         """Return the training step to call: ``compile_step(step)``, or else ``step`` followed by
         ``torch_xla.sync()``. Unless ``compile_step`` is True, a step that cannot be replayed is
         traced every time, with a warning that says why.
 
         Args:
             step: makes a whole step: forward, backward, the optimizer's step and ``zero_grad``.
+            state: what the step reads or changes on the device besides its arguments and the model
+                and optimizer of ``parallelize``; an optimizer made afterwards belongs here.
 
         Raises:
             TypeError: if ``step`` is no function.
@@ -155,7 +167,10 @@ class Recipe:
         from xla_fsdp.fsdp.replay import compile_step
 
         if self.wants("compile_step"):
-            return compile_step(step, unknown="raise" if self.compile_step else "trace")
+            known = None if self._state is None and not state else [*(self._state or ()), *state]
+            return compile_step(
+                step, state=known, unknown="raise" if self.compile_step else "trace"
+            )
 
         @wraps(step)
         def traced(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -465,7 +465,7 @@ def losses_of_steps(rank: int) -> list[list[float]]:
 
     large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**16
     found = []
-    for wrap in (lambda step: step, compile_step):
+    for is_compiled in (False, True):
         model = wrapped({"compute_dtype": torch.bfloat16})
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -478,7 +478,8 @@ def losses_of_steps(rank: int) -> list[list[float]]:
             optimizer.zero_grad()
             return loss.detach()
 
-        step, losses = wrap(one), []
+        step: Any = compile_step(one, state=[model, optimizer]) if is_compiled else one
+        losses = []
         for number in range(6):
             tokens, targets = (each.to(torch_xla.device()) for each in batch(rank, number))
             losses.append(step(tokens, targets).item())

@@ -47,11 +47,13 @@ class ProgramInputs:
     Args:
         values: a tensor for each, which holds its buffer.
         buffers: numbers that identify the buffers, as ``graph.buffer_id``.
+        tensors: ``graph.tensor_id`` of the tensor that brought each in; -1 of numbers.
         seeds: positions of random number states.
     """
 
     values: list[Tensor]
     buffers: list[int]
+    tensors: list[int]
     seeds: list[int]
 
 
@@ -62,8 +64,18 @@ def inputs_of(outputs: Sequence[Tensor]) -> ProgramInputs:
     return ProgramInputs(
         list(values),
         list(torch_xla._XLAC._get_tensors_handle(values)),
+        list(ids),
         [position for position, each in enumerate(ids) if each == seed],
     )
+
+
+def holders_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return new tensors with the buffers of some computed ones; nothing is traced with them."""
+    if not tensors:
+        return []
+    inputs = inputs_of(tensors)
+    holders = dict(zip(inputs.buffers, inputs.values, strict=True))
+    return [holders[buffer] for buffer in buffers_of(tensors)]  # type: ignore[index]
 
 
 def find_pending(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -78,6 +90,22 @@ def buffers_of(tensors: Sequence[Tensor]) -> list[int | None]:
         return list(torch_xla._XLAC._get_tensors_handle(list(tensors)))
     except RuntimeError:  # one of them has no buffer
         return [buffer_id(each) for each in tensors]
+
+
+def identify(outputs: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> bytes:
+    """Return the program that ``run_traced`` would run, which is not run; arguments as there."""
+    try:
+        return _hash(outputs, values, donated)
+    finally:
+        for position in donated:
+            torch_xla._XLAC._set_buffer_donation(values[position], False)
+
+
+def _hash(outputs: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> bytes:
+    for position in donated:
+        torch_xla._XLAC._set_buffer_donation(values[position], True)
+    with _donating():
+        return torch_xla._XLAC._get_graph_hash(list(outputs))
 
 
 def run_traced(
@@ -97,10 +125,8 @@ def run_traced(
 
     def compile_it() -> None:
         nonlocal program
-        for position in donated:
-            torch_xla._XLAC._set_buffer_donation(values[position], True)
+        program = _hash(outputs, values, donated)
         with _donating():
-            program = torch_xla._XLAC._get_graph_hash(list(outputs))
             torch_xla._XLAC._xla_warm_up_cache(list(outputs), [])
 
     def run_it() -> list[Tensor]:

@@ -129,6 +129,26 @@ class FSDPParamGroup:
                 remember(param, [param.leaf])
                 remember_group(param.leaf, self)
 
+    def replay_facts(self) -> tuple[Any, ...]:
+        """Return what a traced step depends on besides tensors."""
+        return (
+            self.all_reduces,
+            self.sharded_state,
+            self._prefetched is None,
+            (*self._unreduced,),
+            (*self._not_all_reduced,),
+            self.stepper,
+        )
+
+    def replay_places(self) -> list[tuple[tuple[str, Any], ...]]:
+        """Return the ways that lead from the group to gradients that ``no_sync`` left: an attribute
+        of it, and a key in that."""
+        return [
+            (("attribute", name), ("item", key))
+            for name in ("_unreduced", "_not_all_reduced")
+            for key in vars(self)[name]
+        ]
+
     @property
     def steps_in_backward(self) -> bool:
         """Whether gradients are gone when backward ends."""

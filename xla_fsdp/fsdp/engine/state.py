@@ -202,6 +202,10 @@ class FSDPContext:
         # By number of the backward pass: reentrant checkpoints run passes inside passes.
         self._unsharded_in: dict[int, list[FSDPState]] = {}
 
+    def replay_facts(self) -> tuple[Any, ...]:
+        """Return what a traced step depends on besides tensors."""
+        return self.is_last, [*map(id, self.unreduced)]
+
     # ------------------------------------------------------------ order of gathers
 
     def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -430,6 +434,12 @@ class FSDPState:
     def state(self) -> ShardedState:
         """What the modules hold."""
         return self.group.sharded_state
+
+    def replay_facts(self) -> tuple[Any, ...]:
+        """Return what a traced step depends on besides tensors. Who adds a field that changes what
+        is traced adds it here, or to what the group and the context return."""
+        settings = [[*v] if isinstance(v, list) else v for v in vars(self.settings).values()]
+        return settings, *self.context.replay_facts(), *self.group.replay_facts()
 
     @property
     def in_use(self) -> Sequence[Tensor]:

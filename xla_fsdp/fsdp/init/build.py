@@ -143,7 +143,9 @@ def freeing_unsharded(managed: ManagedModules, config: FSDPConfig) -> Iterator[N
     """Compute the shards that the block makes when it ends, so that the unsharded parameters of
     ``managed`` on the device are freed. Shards of parameters on the host are made there."""
     params = [param for *_, param in managed.parameters()]
-    on_device = [weakref.ref(param) for param in params if param.device.type == "xla"]
+    on_device: list[weakref.ref[Tensor]] = [
+        weakref.ref(param) for param in params if param.device.type == "xla"
+    ]
     del params
     yield
     if on_device and config.execute_sharding_on_init:

@@ -144,6 +144,21 @@ class OptimizerNumbers:
                     self._note_change(changes, option, value)
                 mapping[name] = tuple(map(plain, value)) if type(value) is tuple else plain(value)
 
+    @contextmanager
+    def set_to(self, options: Mapping[Key, float], counts: Sequence[float]) -> Iterator[None]:
+        """Give options and counts these numbers inside the block."""
+        own_options, own_counts = self.options(), [count.read() for count in self.counts()]
+        self._write(options, counts)
+        try:
+            yield
+        finally:
+            self._write(own_options, own_counts)
+
+    def _write(self, options: Mapping[Key, float], counts: Sequence[float]) -> None:
+        self.write_options(options)
+        for count, number in zip(self.counts(), counts, strict=True):
+            count.write(number)
+
     def _note_change(self, changes: OptionChanges, key: Key, value: Any) -> None:
         if isinstance(value, tuple):  # of another group, from which an optimizer around it copies
             for number, each in enumerate(value):

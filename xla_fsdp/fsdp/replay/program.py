@@ -23,11 +23,12 @@ from xla_fsdp.distributed.xla.host import settle
 from xla_fsdp.fsdp.engine.state import FSDPContext, FSDPState
 from xla_fsdp.fsdp.replay.host_numbers import Expression, evaluate, sources_of
 from xla_fsdp.fsdp.replay.optimizer_numbers import Counts, Key, OptimizerNumbers
-from xla_fsdp.fsdp.replay.watch import Entry, Slot, SlotReader, kind
+from xla_fsdp.fsdp.replay.seen import Operation
+from xla_fsdp.fsdp.replay.slots import Entry, Slot, SlotReader, kind
 
 Reference = tuple[Any, ...]
-"""Where an input comes from, or a result goes: ("argument", n), ("slot", n), ("object", n),
-("host", n), ("result", n); ("seed", n) is the random number state after n drawings."""
+"""Where an input comes from, or a result goes: ("argument", n), ("slot", n), ("host", n),
+("result", n); ("seed", n) is the random number state after n drawings."""
 
 # In C, as there are a thousand tensors in each step.
 _REFERENT: Callable[[Any], Any] = weakref.ref.__call__
@@ -41,11 +42,13 @@ class HostInput:
 
     Args:
         value: the number or tensor, on the host.
+        traced: what it was when the program was last traced.
         device_value: the same on the device.
         candidates: expressions that gave this number in every trace; None stands for a constant.
     """
 
     value: Tensor
+    traced: Tensor
     device_value: Tensor
     candidates: set[Expression | None]
 
@@ -55,8 +58,8 @@ class HostInput:
         return frozenset().union(*(sources_of(each) for each in self.candidates if each))
 
     def same_constant(self, other: HostInput) -> bool:
-        """Return whether both have the same value, to the bit."""
-        return _same(self.value, other.value)
+        """Return whether both had the same value when they were traced, to the bit."""
+        return _same(self.traced, other.traced)
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
@@ -80,6 +83,7 @@ class Numbers:
 
     Args:
         options: of optimizers' groups.
+        counts: in states of optimizers.
         members: positions of the counts that began with the same number, for each such number.
         begins: these numbers.
         deltas: what the step added to each count.
@@ -88,6 +92,7 @@ class Numbers:
     """
 
     options: dict[Key, float]
+    counts: list[float]
     members: list[list[int]]
     begins: list[float]
     deltas: list[float]
@@ -101,19 +106,19 @@ class Program:
 
     Args:
         code: the program of ``distributed.xla.programs``.
-        facts: of ``Watched``, before the step.
+        facts: of ``State``, before the step.
         slots: places that held tensors before the step, or do after it.
         shapes: of their tensors before the step; None where there was none.
         inputs: where each input of the program comes from.
         hosts: inputs that the host made.
         outputs: where each result of the program goes; a slot that gets a new tensor is in ``new``.
         emptied: slots that hold nothing after the step.
-        objects: tensors that are held in no known place.
         last_seed: the random number state from which the next step's is computed: ("draws", n)
             after n drawings, or ("constant", state).
         unreduced: units of each context with unreduced gradients after the step.
         compiled: ``programs.compiled()`` when it last ran.
         arguments: the tensors among the step's arguments, None for others.
+        operations: the functions of torch that the step called when it was last traced.
         varied_arguments: those that were other tensors in another trace. Before that, the step may
             as well have got the tensor from somewhere else.
     """
@@ -127,7 +132,6 @@ class Program:
     outputs: list[list[Reference]]
     new: set[int]
     emptied: list[int]
-    objects: list[weakref.ref[Tensor]]
     returned: Returned
     numbers: Numbers
     collectives: tuple[str, ...]
@@ -135,6 +139,8 @@ class Program:
     unreduced: list[tuple[FSDPContext, list[FSDPState]]]
     compiled: int
     arguments: list[weakref.ref[Tensor] | None]
+    operations: list[Operation]
+    replays: int = 0
     varied_arguments: set[int] = field(default_factory=set)
     confirmed: bool = False
     varied: set[Key] = field(default_factory=set)
@@ -183,6 +189,17 @@ class Program:
             and (self.shapes, self.new, self.emptied) == (other.shapes, other.new, other.emptied)
         )
 
+    def does_the_same(self, other: Program) -> bool:
+        """Return whether another trace, with the optimizers' numbers of the last one, gave the same
+        program, with the same places and numbers."""
+        return (
+            self.is_same(dataclasses.replace(other, last_seed=self.last_seed))
+            and all(map(HostInput.same_constant, self.hosts, other.hosts))
+            and self.returned == other.returned
+            and self.numbers.deltas == other.numbers.deltas
+            and self.collectives == other.collectives
+        )
+
     def counts_otherwise(self, other: Program) -> str:
         """Return what is wrong if another trace of the same program counted by other amounts."""
         pairs = zip(self.numbers.deltas, other.numbers.deltas, strict=False)
@@ -205,13 +222,14 @@ class Program:
             if not both:
                 unknown.append(number)
             mine.candidates = both
-            mine.value, mine.device_value = new.value, new.device_value
+            mine.value = mine.traced = new.traced
+            mine.device_value = new.device_value
         old = self.numbers.options
         self.varied |= {key for key, value in other.numbers.options.items() if old[key] != value}
         pairs = enumerate(zip(self.arguments, other.arguments, strict=True))
         self.varied_arguments |= {n for n, (a, b) in pairs if a and b and a() is not b()}
         self.arguments = other.arguments
-        self.numbers, self.objects = other.numbers, other.objects
+        self.numbers, self.operations = other.numbers, other.operations
         self.collectives, self.compiled = other.collectives, other.compiled
         self._tensors, self._counts, self._used = [], None, {}
         self._computed = [(host.sources, host) for host in self.hosts if host.sources]
@@ -247,7 +265,7 @@ class Program:
                     return f"a tensor {shape} ({type(slot).__name__}) is now {_shape(value)}"
             self._tensors = [weakref.ref(held[number]) for number in self._kept]
         self._held = held
-        return "an object that a tensor was in is gone" if self._lost() else ""
+        return ""
 
     def _are_known(self, held: Sequence[Any]) -> bool:
         """Return whether these are the tensors of the last time, or of their shapes."""
@@ -292,9 +310,6 @@ class Program:
             elif any(arguments[number] is each for each in self._held):
                 return f"argument {number} is a tensor of the model"
         return ""
-
-    def _lost(self) -> bool:
-        return any(reference() is None for reference in self.objects)
 
     def _numbers_differ(self, numbers: OptimizerNumbers) -> str:
         old, options = self.numbers, numbers.options()
@@ -388,6 +403,7 @@ class Program:
         programs.put_alone(changed[split:], values[split:])
         programs.count_change(changed)
         self.compiled = programs.compiled()
+        self.replays += 1
         self._advance_seed()
         self._advance_numbers(numbers)
         for context, units in self.unreduced:
@@ -426,17 +442,16 @@ class Program:
         for slot, number in self._new_at:
             slot.set(results[number])
 
-    # Positions are those in the pool: what slots hold, arguments, host inputs, objects.
+    # Positions are those in the pool: what slots hold, arguments, host inputs.
 
     def _pool(self, held: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         hosts = [host.device_value for host in self.hosts]
-        return [*held, *arguments, *hosts, *map(ops.referent, self.objects)]
+        return [*held, *arguments, *hosts]
 
     def _at(self, reference: Reference) -> int:
         kind, number = reference
         before = {"slot": 0, "argument": len(self.slots)}
         before["host"] = before["argument"] + len(self.arguments)
-        before["object"] = before["host"] + len(self.hosts)
         return before[kind] + int(number)
 
     @functools.cached_property

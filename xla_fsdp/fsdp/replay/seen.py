@@ -1,4 +1,4 @@
-"""What the code of a step does while it is traced: tensors, numbers, modules, optimizers, reads."""
+"""What the code of a step does while it is traced: operations, numbers, optimizers, reads."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch_xla
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.graph import tensor_id
+from xla_fsdp.distributed.xla.programs import buffers_of
 from xla_fsdp.fsdp.engine.optimizer_traits import STEPS_SLICES_OF
 from xla_fsdp.fsdp.replay.host_numbers import HostNumbers, plain
 
@@ -43,23 +45,75 @@ class CompileStepError(RuntimeError):
     """A step that cannot be replayed with right results."""
 
 
-def user_place() -> str:
-    """Return file, line and function of the innermost code that is not torch's or ours."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((*_SKIPPED, _PACKAGE, "<")):
-            return f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "backward (a hook, or what runs in autograd's own thread)"
-
-
 def _reads_ourselves() -> bool:
     """Return whether the code that reads a value is this package's."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith((*_SKIPPED, _XLA, "<")):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+class Place:
+    """The line of the user's innermost code that called something."""
+
+    __slots__ = ("_code", "_line")
+
+    def __init__(self, frame: Any) -> None:
+        while frame is not None and _is_library(frame.f_code.co_filename):
+            frame = frame.f_back
+        self._code = None if frame is None else frame.f_code
+        self._line = 0 if frame is None else frame.f_lineno
+
+    def __str__(self) -> str:
+        if self._code is None:
+            return "backward (a hook, or what runs in autograd's own thread)"
+        return f"{self._code.co_filename}:{self._line}, in {self._code.co_name}"
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    return file.startswith((*_SKIPPED, _PACKAGE, "<"))
+
+
+def user_place() -> str:
+    """Return file, line and function of the innermost code that is not torch's or ours."""
+    return str(Place(sys._getframe(1)))
+
+
+class Operation(NamedTuple):
+    """A function of torch that a step called.
+
+    Args:
+        args: what stands for its arguments: a tensor's shape and dtype, a number.
+    """
+
+    name: str
+    args: Any
+    kwargs: Any
+    place: Place
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.args}".replace("'", "")
+
+    def is_like(self, other: Operation) -> bool:
+        """Return whether another one did the same, wherever it was called."""
+        return self[:3] == other[:3]
+
+
+_NO_OPERATIONS = ("__get__", "__set__", "size", "dim", "register_hook", "backward")
+
+
+def _shown(value: Any) -> Any:
+    """Return what stands for an argument; numbers of optimizers are no constants."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{[*value.shape]}".removeprefix("torch.")
+    if isinstance(value, list | tuple):
+        return tuple(map(_shown, value))
+    if isinstance(value, dict):
+        return tuple((str(key), _shown(each)) for key, each in value.items())
+    if plain(value) is not value:
+        return "a number of the optimizer"
+    return value if isinstance(value, int | float | str | torch.dtype) else type(value).__name__
 
 
 class Seen(TorchFunctionMode):
@@ -75,10 +129,11 @@ class Seen(TorchFunctionMode):
         self, numbers: HostNumbers, known: dict[int, tuple[Any, float]], *, refuses: bool
     ) -> None:
         super().__init__()
-        # Weak, as a module that the step makes for itself (a loss) is another one each time.
-        self.modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self.optimizers: dict[int, Optimizer] = {}
-        self.places: dict[Any, str] = {}
+        self.operations: list[Operation] = []
+        self._entered: list[tuple[weakref.ref[Tensor], Place]] = []  # older than the trace
+        self._began = tensor_id(ops.upload(torch.zeros(())))
+        self.places: dict[Any, Place] = {}
         self.first_read = ""
         self.draws: dict[str, None] = {}
         self._numbers = numbers
@@ -89,20 +144,37 @@ class Seen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():  # some allow no use, not even to be asked
-            from_host = self._note([args, kwargs or {}])
-            self._note(result)
-            if getattr(func, "__name__", "") in DRAWS and not _on_device(result):
-                self.draws.setdefault(user_place())
+            place = Place(sys._getframe(1))
+            from_host = self._note([args, kwargs or {}], place)
+            self._note(result, place)
+            name = getattr(func, "__name__", "")
+            if name not in _NO_OPERATIONS:
+                self.operations.append(Operation(name, _shown(args), _shown(kwargs or {}), place))
+            if name in DRAWS and not _on_device(result):
+                self.draws.setdefault(str(place))
             if from_host and isinstance(result, Tensor) and result.is_xla:  # type: ignore[attr-defined]
-                self.places.setdefault(tuple(result.shape), user_place())
+                self.places.setdefault(tuple(result.shape), place)
         return result
+
+    def is_older(self, number: int) -> bool:
+        """Return whether a tensor, given its ``tensor_id``, was there before the trace; the host's
+        numbers have -1."""
+        return 0 <= number < self._began
+
+    def place_of(self, buffer: int) -> str:
+        """Return where a tensor that is older than the trace was first used, given its buffer."""
+        for reference, place in self._entered:
+            tensor = ops.referent(reference)
+            if tensor is not None and buffers_of([tensor]) == [buffer]:
+                return str(place)
+        return str(Place(None))
 
     def tensors(self) -> list[Tensor]:
         """Return the XLA tensors that it has seen and that still exist."""
         found = map(ops.referent, list(self._tensors.values()))
         return [each for each in found if each is not None]
 
-    def _note(self, value: Any) -> bool:
+    def _note(self, value: Any, place: Place) -> bool:
         """Record tensors and numbers; return whether something comes from the host."""
         if isinstance(value, Tensor):
             if not value.is_xla:  # type: ignore[attr-defined]
@@ -112,17 +184,23 @@ class Seen(TorchFunctionMode):
                 # Last, or the order of tensors would depend on which memory is used again.
                 self._tensors.pop(id(value), None)
                 self._tensors[id(value)] = weakref.ref(value)
+                # What stands for an input of a loop's body is no tensor of the device.
+                if torch._is_functional_tensor(value):
+                    self._note_age(value, place)
         elif isinstance(value, bool):
             return False
         elif isinstance(value, int | float):
-            if float(plain(value)) not in self.places:
-                self.places[float(plain(value))] = user_place()
+            self.places.setdefault(float(plain(value)), place)
             return True
         elif isinstance(value, list | tuple):
-            return bool(sum([self._note(each) for each in value]))  # every one, so not any()
+            return bool(sum([self._note(each, place) for each in value]))  # every one, so not any()
         elif isinstance(value, dict):
-            return self._note(list(value.values()))
+            return self._note(list(value.values()), place)
         return False
+
+    def _note_age(self, value: Tensor, place: Place) -> None:
+        if self.is_older(tensor_id(value)):
+            self._entered.append((self._tensors[id(value)], place))
 
     # ------------------------------------------------------------ a Reader
 
@@ -162,7 +240,7 @@ def _on_device(value: Any) -> bool:
 class _Watchers:
     """The ``Seen`` of every rank that traces a step now, by device.
 
-    While there is one, calls of modules and of the host's random numbers are watched.
+    While there is one, the host's random numbers are watched.
     """
 
     def __init__(self) -> None:
@@ -173,7 +251,6 @@ class _Watchers:
     def add(self, seen: Seen) -> None:
         with self._changing:
             if not self._by_device:
-                self._replace(nn.Module, "__call__", _watched_call)
                 for owner, name in _host_draws():
                     self._replace(owner, name, _watched_draw(getattr(owner, name)))
             self._by_device[_device()] = seen
@@ -200,13 +277,6 @@ _watchers = _Watchers()
 
 def _device() -> str:
     return str(ops.device())
-
-
-def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    seen = _watchers.current
-    if seen is not None:
-        seen.modules.setdefault(module)
-    return module._wrapped_call_impl(*args, **kwargs)
 
 
 def is_traced() -> bool:
@@ -249,7 +319,7 @@ register_optimizer_step_pre_hook(_OptimizerWatch())
 
 @contextlib.contextmanager
 def watching(seen: Seen) -> Iterator[None]:
-    """Record modules and optimizers of the caller's device in ``seen`` inside the block."""
+    """Record what the caller's device does in ``seen`` inside the block."""
     _watchers.add(seen)
     try:
         with seen:

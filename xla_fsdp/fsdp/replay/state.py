@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from xla_fsdp.distributed.context_parallel import context_key
+from xla_fsdp.distributed.xla.loop import Body
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.replay.optimizer_numbers import OptimizerNumbers
@@ -83,9 +84,12 @@ class State:
             if not isinstance(each, Tensor):
                 self._add(type(each).__name__, each)
         self._objects.append(("state", given))  # where its tensors are
+        self.constants: list[Tensor] = []  # that loops keep, with the body that was traced once
         for label, value in self._objects:  # which grows
             for way, inner in _tensors_and_parts(value):
-                if not isinstance(inner, Tensor):
+                if isinstance(inner, Body):
+                    self.constants += inner.captured.values()
+                elif not isinstance(inner, Tensor):
                     self._add(f"{label}{_shown_way(way)}", inner)
         self.modules = list(self.labels)
         self.units = list(dict.fromkeys(unit for root in self.labels for unit in units_in(root)))

@@ -664,7 +664,10 @@ class _Trace:
         }
         inputs = _sort_like_donors(groups, donors)
         donated = [number for number, buffer in enumerate(inputs.buffers) if buffer in donors]
-        builder = _Builder(self._slots, self._before, after, self._arguments, self._buffers)
+        constants = {*programs.buffers_of(self._own(self._state.constants))}
+        builder = _Builder(
+            self._slots, self._before, after, self._arguments, self._buffers, constants
+        )
         return _Traced(groups, inputs, donated, builder, leaves, tree)
 
     def _last_seed(self) -> tuple[str, int]:
@@ -812,8 +815,10 @@ class _Builder:
         after: dict[Any, tuple[str, Slot]],
         arguments: Sequence[Any],
         buffers: dict[int, tuple[Reference, Tensor]],
+        constants: set[int | None],
     ) -> None:
         self.problem = ""
+        self._constants = constants
         self.new: set[int] = set()
         self._before, self._tensors, self._after = before, tensors, after
         self._arguments = list(arguments)
@@ -850,7 +855,7 @@ class _Builder:
             elif buffer in self._buffers:
                 references.append(self._named(self._buffers[buffer][0]))
             else:
-                if seen.is_older(inputs.tensors[number]):
+                if seen.is_older(inputs.tensors[number]) and buffer not in self._constants:
                     self.problem = self.problem or _unknown_tensor(value, seen.place_of(buffer))
                 references.append(("host", len(values)))
                 values.append(value)

@@ -188,7 +188,7 @@ def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> N
         exec(program.code, vars(spaces.of_rank_0))
     except RankError:
         raise
-    except Exception as error:
+    except Exception as error:  # the program may raise anything
         raise _ProgramError from error
 
 

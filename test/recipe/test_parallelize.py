@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from functools import partial
 from typing import Any
 
@@ -390,6 +391,111 @@ def test_loops_that_are_given_up_leave_nothing_to_compiled_steps() -> None:
     model = make(InTurns)
     expected = in_turns(model, optimizer_of(model), torch.ones(3, WIDTH))
     assert scenarios.result("loops_given_up") == pytest.approx(expected, rel=1e-4)
+
+
+class OwnError(Exception):
+    """Of a user's code, with a constructor of its own."""
+
+    def __init__(self, *, step: int) -> None:
+        super().__init__(f"no data for step {step}")
+
+
+class Failing(Transformer):
+    """Fails once: before its blocks, in one of them, or behind them."""
+
+    place = -1
+    forwards = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.forwards += 1
+        self.fail_at(0)
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        self.fail_at(2)
+        return self.head(x)
+
+    def fail_at(self, place: int) -> None:
+        if place == self.place:
+            self.place = -1
+            raise OwnError(step=place)
+
+
+class FailingBlock(Block):
+    model: Any = None  # not a submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.model[0].fail_at(1)
+        return super().forward(x)
+
+
+def failing() -> Failing:
+    model = Failing()
+    model.blocks = nn.ModuleList([FailingBlock() for _ in range(3)])
+    for block in model.blocks:
+        block.model = (model,)
+    return model
+
+
+@scenarios.add
+def errors_of_the_model(rank: int) -> dict[int, Any]:
+    found = {}
+    for place in range(3):
+        model, _, done = shard(failing)
+        model.module.place, tokens = place, ids()
+        with pytest.raises(OwnError, match=f"no data for step {place}") as caught:
+            model(tokens)
+        raised = caught.value.__cause__, caught.value.__context__, model.module.forwards
+        loss = loss_of(model, tokens).item()
+        found[place] = (raised, loss, "  scan: blocks" in done._report)
+    return found
+
+
+@pytest.mark.parametrize("place", ["before blocks", "in a block", "behind blocks"])
+def test_errors_of_the_model_are_no_reason_to_give_loops_up(place: str) -> None:
+    number = ["before blocks", "in a block", "behind blocks"].index(place)
+    raised, loss, has_loops = scenarios.result("errors_of_the_model")[number]
+    assert raised == (None, None, 1)
+    tokens = torch.arange(1, 13).reshape(2, 6)
+    assert loss == pytest.approx(loss_of(make(failing), tokens).item(), rel=1e-4)
+    assert has_loops
+
+
+class PowerIteration(Block):
+    """Changes what its parametrization keeps, by an operator that torch_xla computes on the host:
+    everything that is alive is computed then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.spectral_norm(self.up, n_power_iterations=2)
+
+
+class Handling(Transformer):
+    """Its blocks cannot be a loop; notes whether an error is handled while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([PowerIteration() for _ in range(3)])
+        self.handled: list[Any] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.handled.append(sys.exc_info()[0])
+        return super().forward(ids)
+
+
+@scenarios.add
+def forwards_without_loops(rank: int) -> Any:
+    model, _, done = shard(Handling)
+    loss = loss_of(model, ids()).item()
+    return loss, model.module.handled, done._report
+
+
+def test_a_refused_loop_is_forgotten_before_the_forward_runs_without_it() -> None:
+    loss, handled, report = scenarios.result("forwards_without_loops")
+    assert handled == [None, None]
+    assert any("scan: left out for blocks: a scanned block calls vdot" in line for line in report)
+    tokens = torch.arange(1, 13).reshape(2, 6)
+    assert loss == pytest.approx(loss_of(make(Handling), tokens).item(), rel=1e-4)
 
 
 @scenarios.add

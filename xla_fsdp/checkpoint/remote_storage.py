@@ -92,7 +92,7 @@ class Patience:
         for pause in self.pauses():
             try:
                 return request()
-            except Exception as error:
+            except Exception as error:  # each file system has classes of its own
                 if not may_pass(error):
                     raise
             time.sleep(pause)
@@ -217,7 +217,7 @@ class RemoteStorage:
             try:
                 self._patience.repeat(move)
             except BaseException:
-                with suppress(Exception):
+                with suppress(Exception):  # it may not be there; the first error is the one to tell
                     self._fs.rm_file(temporary)
                 raise
 
@@ -315,7 +315,7 @@ class RemoteStorage:
             # Closing would complete the upload of what is there, and so would the destructor.
             with suppress(Exception):
                 file.discard()
-            with suppress(Exception):
+            with suppress(Exception):  # not every file system's files have it to set
                 file.closed = True
             raise
         file.close()
@@ -331,7 +331,7 @@ class RemoteStorage:
             self._join(path, hidden, written)
         finally:
             for part in written:
-                with suppress(Exception):
+                with suppress(Exception):  # a part that stays does no harm
                     self._patience.repeat(partial(self._fs.rm_file, part))
 
     def _write_all(

@@ -212,7 +212,7 @@ class Ranks:
         """
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # whatever it is, the other ranks have to hear of it
             self.all_gather_or_raise(lines_of(error))
 
 

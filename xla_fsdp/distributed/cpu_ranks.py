@@ -437,7 +437,7 @@ class RankThread(threading.Thread):
         except SystemExit as error:
             if error.code not in (0, None):
                 self._fail(error)
-        except BaseException as error:
+        except BaseException as error:  # the end of a rank's thread
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

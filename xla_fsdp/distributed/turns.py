@@ -71,7 +71,7 @@ class TurnRun(Run):
         try:
             self._check_purposes(visits)
             taken: Sequence[Any] = together([visit.brought for visit in visits])
-        except Exception as error:
+        except Exception as error:  # which every rank raises
             taken = [_Raised(error)] * self.num_ranks
         with self._changed:
             self._taken = dict(enumerate(taken))

@@ -274,7 +274,7 @@ def _naming(call: str) -> Iterator[None]:
     """Name a method of the user's in whatever it raises."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # the user's code may raise anything
         raise CheckpointError([f"{call}: {line}" for line in lines_of(error)]) from error
 
 
@@ -434,7 +434,7 @@ def start_save(
     save.begin(problems)
     try:
         content = state.content(extra, host)
-    except Exception as error:
+    except Exception as error:  # raised by wait(), on all ranks: none may wait for this one
         save.give_up(error)
     else:
         save.start(content, write_rank_file)
@@ -508,7 +508,7 @@ def read_state(
         loaded = load_step(storage, attempt, state.target(), selection)
         where = f"{storage.where}/{attempt.folder}"
         problems = [f"{where}: {problem}" for problem in state.find_load_problems(loaded)]
-    except Exception as error:
+    except Exception as error:  # raised by all ranks, once they know of each other's
         damaged = isinstance(error, CheckpointError) and not isinstance(error, MismatchError)
         return None, lines_of(error), not damaged
     return loaded, problems, bool(problems)

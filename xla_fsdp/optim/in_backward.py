@@ -23,6 +23,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.fsdp.engine.guards import is_guard
+from xla_fsdp.fsdp.engine.initial_state import make_state_of
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.optimizer_traits import (
     STEPS_SLICES_OF,
@@ -137,6 +138,7 @@ class StepInBackward:
         optimizer = self._live_optimizer()
         if not self._in_loops or not can_slice(optimizer, stacks):
             return None
+        make_state_of(optimizer, stacks)  # a loop steps nothing that has none
         return OptimizerSliceSteps(optimizer, stacks, self._note)
 
     def _note(self, stack: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from xla_fsdp.fsdp.engine.initial_state import MakesState
 from xla_fsdp.fsdp.engine.optimizer_traits import device_options, takes_found_inf
 
 NOT_OPTIONS = ("params", "param_names")
@@ -37,6 +38,7 @@ class SurrogateOptimizer(Optimizer, ABC):
     def __init__(
         self, params: Iterable[Any], inner_class: Callable[..., Optimizer], defaults: dict[str, Any]
     ) -> None:
+        MakesState.register()
         defaults = {**device_options(inner_class), **defaults}
         super().__init__(params, {})  # without defaults: they are copied from the inner optimizer
         self.inner = inner_class([self._as_inner(g) for g in self.param_groups], **defaults)

@@ -76,7 +76,7 @@ def _compile(program: bytes, request: dict[str, Any], folder: Path) -> tuple[str
     dumping = {"xla_dump_to": str(dump)}
     try:
         executable = _executable(program, request, dumping)
-    except Exception as error:
+    except Exception as error:  # the compiler has many exception types
         too_large_by = bytes_over_capacity(str(error))
         if not too_large_by:
             raise

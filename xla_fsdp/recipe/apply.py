@@ -29,6 +29,7 @@ from xla_fsdp.fsdp.engine.optimizer_traits import acts_elementwise, steps_elemen
 from xla_fsdp.fsdp.engine.param import is_sharded
 from xla_fsdp.fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks
 from xla_fsdp.fsdp.scan.api import holds_blocks
+from xla_fsdp.fsdp.scan.errors import REFUSALS, NoLoopError
 from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.optim.in_backward import step_in_backward
@@ -570,13 +571,13 @@ def _scan(model: nn.Module, plan: _Plan, remat: str | tuple[str, ...]) -> list[B
         try:
             try:
                 scan = scan_blocks(list(container.children()), stacked=stacked, **how)
-            except ValueError as error:
+            except NoLoopError as error:
                 if not stacked:
                     raise
                 stacked = False
                 scan = scan_blocks(list(container.children()), **how)
                 plan.leave_out("stacked", name, str(error))
-        except ValueError as error:
+        except NoLoopError as error:
             plan.leave_out("scan", name, str(error))
             continue
         scans.append(scan)
@@ -663,17 +664,20 @@ def _watch_forwards(
         before = [buffer.detach().clone() for buffer in self.buffers()]
         try:
             return run()
-        except Exception as error:
-            with torch.no_grad():
-                for buffer, value in zip(self.buffers(), before, strict=True):
-                    buffer.copy_(value)
-            with blocks_one_by_one():
-                result = run()  # raises again what is an error of the model, not of a loop
-            if torch.is_grad_enabled():
-                for scan in scans:
-                    scan.remove()
-                plan.give_up_loops(str(error).splitlines()[0])
-            return result
+        except REFUSALS as error:
+            why = str(error).splitlines()[0]
+        # Not in the handler: the error's traceback would keep tensors of the loop, which have no
+        # values, where an operator that falls back to the host computes all that are alive.
+        with torch.no_grad():
+            for buffer, value in zip(self.buffers(), before, strict=True):
+                buffer.copy_(value)
+        with blocks_one_by_one():
+            result = run()
+        if torch.is_grad_enabled():
+            for scan in scans:
+                scan.remove()
+            plan.give_up_loops(why)
+        return result
 
     model.forward = MethodType(forward, model)
 

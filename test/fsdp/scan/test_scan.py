@@ -212,8 +212,8 @@ def refused(rank: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("plain", ["ValueError: block 0 (Block) is not sharded", "scan_layers=True"]),
-        ("empty", ["ValueError: there are no blocks"]),
+        ("plain", ["NoLoopError: block 0 (Block) is not sharded", "scan_layers=True"]),
+        ("empty", ["NoLoopError: there are no blocks"]),
         ("shape", ["block 1 differs from block 0", "lin.weight [32, 16], not lin.weight [16, 16]"]),
         ("class", ["block 1 differs from block 0: it is of class Linear, not Block"]),
         ("nested", ["block 1 holds units of its own (lin)"]),
@@ -349,6 +349,14 @@ class Retaining(Block):
         y = super().forward(x)
         y.retain_grad()
         return y
+
+
+class Differentiating(Block):
+    """Computes a gradient, if there is one."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        y = super().forward(x)
+        return y + torch.autograd.grad(y.sum(), [x], retain_graph=True)[0].detach()
 
 
 class Noting(Block):
@@ -524,6 +532,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
     for block in (
         Normalized, InPlace, Pair, Narrow, Closing, Branching, Choosing, HostRandom, Averaging,
         Noting, Numbering, Leaving, Unfolding, Gamma, Bits, Skipping, Noisy, Hooking, Retaining,
+        Differentiating,
     ):  # fmt: skip
         misused = scanned(block=block)
         found[block.__name__] = message(partial(misused, batch()))
@@ -554,15 +563,15 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("last_first", ["block 2 of the scanned blocks was called where block 0 was expected"]),
         ("other_input", ["block 1 was called with another tensor", "output of block 0"]),
         ("other_mask", ["block 1 was called with other arguments", "argument 1 is another tensor"]),
-        ("host_mask", ["TypeError", "argument 1 in host memory", "before the loop"]),
-        ("with_cache", ["TypeError", "argument 1 (set)", "use_cache=False"]),
+        ("host_mask", ["NoLoopError: ", "argument 1 in host memory", "before the loop"]),
+        ("with_cache", ["NoLoopError: ", "argument 1 (set)", "use_cache=False"]),
         ("Leaky", ["block 1 differs from block 0", "factors.default.0 is 0.1, not 0.0"]),
         (
             "Deciding",
             ["block 1 differs from block 0", "scale is 2, not 1", "numbers in arithmetic"],
         ),
         ("add_hook", ["lin in a scanned block has hooks"]),
-        ("add_host_tensor", ["ValueError: lin.table of a scanned block is in host memory"]),
+        ("add_host_tensor", ["NoLoopError: lin.table of a scanned block is in host memory"]),
         ("Collecting", ["changes a container", "argument 1.0", "lost"]),
         ("Normalized", ["changes its buffer norm.running_mean", "BatchNorm"]),
         ("InPlace", ["changes its argument 0 in place", "x = x + y"]),
@@ -583,6 +592,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Distances", ["by an operator that torch_xla computes on the host"]),
         ("Hooking", ["calls register_hook of a tensor", "torch.autograd.Function"]),
         ("Retaining", ["calls retain_grad of a tensor"]),
+        ("Differentiating", ["NoLoopError: ", "calls grad of a tensor", "without gradients"]),
         ("Leaving", ["leaves a tensor of shape [] in a dict, a list or another object"]),
         ("left by Averaging", ["(0.0, False)"]),
         ("left by Noting", ["(0.0, False)"]),

@@ -508,7 +508,7 @@ class _Told:
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from self.loader
-        except Exception as error:
+        except Exception as error:  # the end of a thread that loads; the rank raises it
             self.errors.put(error)
 
     def __len__(self) -> int:

@@ -50,7 +50,7 @@ class Worker:
             try:
                 self._calls.put([*call])  # perhaps again, after an interrupt: it is answered once
                 future.exception()
-            except BaseException as error:
+            except BaseException as error:  # of a signal: none of the call's gets here
                 interrupt = error
         if interrupt is not None:
             raise interrupt
@@ -71,7 +71,7 @@ def _answer(call: list[Any]) -> None:
     try:
         with torch.inference_mode(inference), torch._C.DisableTorchFunctionSubclass():
             found = function()
-    except BaseException as error:
+    except BaseException as error:  # the caller raises it
         del function
         future.set_exception(error)
     else:

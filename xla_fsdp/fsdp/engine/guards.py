@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.clip_grad import check_gradients, get_total_norm
+from xla_fsdp.fsdp.engine.initial_state import MakesState
 from xla_fsdp.fsdp.engine.optimizer_traits import acts_elementwise, steps_elementwise
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
@@ -50,6 +51,7 @@ class _OptimizerGuard:
         """Check all optimizers from now on; return whether that is new."""
         is_new, self._is_registered = not self._is_registered, True
         if is_new:
+            MakesState.register()
             register_optimizer_step_pre_hook(self)
             register_optimizer_step_post_hook(_AfterStep())
         return is_new

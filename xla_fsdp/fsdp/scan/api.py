@@ -14,6 +14,7 @@ from xla_fsdp.fsdp.engine.stacked_params import stack_params
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.block_scan import GATHER_ONCE_BELOW, BlockScan, Options
 from xla_fsdp.fsdp.scan.checks import are_stacked, find_problems, plan_of
+from xla_fsdp.fsdp.scan.errors import NoLoopError
 
 
 def scan_blocks(
@@ -70,7 +71,7 @@ def scan_blocks(
     problems = find_problems(found, plan, stacked=stacked)
     if plan is None or problems:
         others = f"; and {len(problems) - 3} more problems like these" if problems[3:] else ""
-        raise ValueError("; ".join(problems[:3]) + others)
+        raise NoLoopError("; ".join(problems[:3]) + others)
     names = remat if isinstance(remat, str) else tuple(remat)
     in_loop = [found[number] for number in plan.numbers]
     scan = BlockScan(in_loop, Options(names, gather_once_below, offload_activations), plan.period)

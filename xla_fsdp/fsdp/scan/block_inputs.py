@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
+from xla_fsdp.fsdp.scan.errors import NoLoopError
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
@@ -177,7 +178,7 @@ class BlockState:
         """Replace the tensors of the block inside.
 
         Raises:
-            ValueError: if the block itself assigns a tensor, or changes a number, inside.
+            NoLoopError: if the block itself assigns a tensor, or changes a number, inside.
         """
         original = [dict(holder) for _, holder in self._holders]
         for (holder, key), tensor in zip(self._slots, tensors, strict=True):
@@ -186,7 +187,7 @@ class BlockState:
         try:
             yield
             if assigned := [_join(prefix, key) for prefix, _, key, _ in self._assigned(given)]:
-                raise ValueError(
+                raise NoLoopError(
                     f"a scanned block assigns a tensor or a number to its {', '.join(assigned)}; "
                     f"it would be lost, as blocks run as one loop. Return it as a part of what "
                     f"goes from block to block, or do not scan these blocks"
@@ -252,12 +253,12 @@ def run_forward_hooks(module: nn.Module, args: Any, kwargs: Any, output: Any) ->
     """Run the forward hooks of a block.
 
     Raises:
-        ValueError: if one returns another output.
+        NoLoopError: if one returns another output.
     """
     for key, hook in list(module._forward_hooks.items()):
         options = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
         if hook(module, args, *options, output) is not None:
-            raise ValueError(
+            raise NoLoopError(
                 "a forward hook of a scanned block returned another output, which a loop would "
                 "not use; let hooks return None, or do not scan these blocks"
             )

@@ -32,6 +32,7 @@ from xla_fsdp.fsdp.scan.block_inputs import (
     settings_of,
 )
 from xla_fsdp.fsdp.scan.checks import refuse_hooks, refuse_host_tensors
+from xla_fsdp.fsdp.scan.errors import NoLoopError
 from xla_fsdp.fsdp.scan.plan import Plan, find_plan
 from xla_fsdp.fsdp.scan.program import Blocks, Position
 from xla_fsdp.fsdp.scan.remat_policy import ActivationStore, policy_of
@@ -111,16 +112,16 @@ def _name(func: Any) -> str:
     return f"{owner.__name__}.{name}" if name == "__get__" and owner is not None else name
 
 
-def _misused(args: Any, kwargs: Any, name: str) -> RuntimeError:
+def _misused(args: Any, kwargs: Any, name: str) -> NoLoopError:
     flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
     used = next(each for each in flat if isinstance(each, Placeholder))
     if used.is_late:
-        return RuntimeError(
+        return NoLoopError(
             f"the output of block {used.block} of {used.length} was used (by {name}) after the "
             f"last block, and is the only one that was kept, which a loop cannot know in time. "
             f"Keep the outputs of all blocks (in a list), or do not scan these"
         )
-    return RuntimeError(
+    return NoLoopError(
         f"the output of block {used.block} of {used.length} was used (by {name}) before block "
         f"{used.length - 1} was called. Scanned blocks run as one loop: between them a forward may "
         f"do nothing but hand each block's output to the next, as in `for block in blocks: x = "
@@ -264,10 +265,8 @@ class BlockScan:
         """Run the call of one block: return a placeholder, or for the last block the output.
 
         Raises:
-            RuntimeError: if another block should be called now.
-            TypeError: for arguments that a loop cannot take.
-            ValueError: if blocks differ in what no loop can run, or are called with arguments that
-                follow no pattern.
+            NoLoopError: if another block should be called now, for arguments that a loop cannot
+                take, or that follow no pattern, and if blocks differ in what no loop can run.
         """
         given = Arguments.of((args, kwargs))
         blocks = [reference() for reference in self._blocks]
@@ -338,7 +337,7 @@ class BlockScan:
         """Describe the call of a block; trace the block if that is new.
 
         Raises:
-            ValueError: if the block cannot run in a loop.
+            NoLoopError: if the block cannot run in a loop.
         """
         if current.calls and not current.given.first_difference(given):
             call = replace(current.calls[0], forward=forward)
@@ -432,7 +431,7 @@ def _make_plan(current: _Pass, period: int) -> _LoopPlan:
     whose numbers differ by a multiple of ``period`` have like parameters.
 
     Raises:
-        ValueError: if nothing repeats.
+        NoLoopError: if nothing repeats.
     """
     calls = current.calls
     templates = [current.blocks.template(number, call) for number, call in enumerate(calls)]
@@ -446,7 +445,7 @@ def _make_plan(current: _Pass, period: int) -> _LoopPlan:
         kinds = kinds_of(traces, places)
     plan = find_plan(kinds)
     if plan is None:
-        raise ValueError(_difference_problem(current, traces, kinds.index(1)))
+        raise NoLoopError(_difference_problem(current, traces, kinds.index(1)))
     differing: list[tuple[tuple[int, torch.dtype], ...]] = []
     stacks: list[list[Tensor]] = []
     with torch.inference_mode(False):  # later passes may need gradients
@@ -552,17 +551,17 @@ def _trained(units: Sequence[FSDPState]) -> tuple[bool, ...]:
 
 def _check_arguments(number: int, given: Arguments) -> None:
     if given.opaque:
-        raise TypeError(
+        raise NoLoopError(
             f"scanned block {number} was called with {', '.join(given.opaque)}, and a loop cannot "
             f"see what it does to that. Leave it out (the cache of a transformers model: "
             f"config.use_cache=False). Without gradients such calls run block by block"
         )
     if not given.tensors:
-        raise TypeError(f"scanned block {number} was called without a tensor")
+        raise NoLoopError(f"scanned block {number} was called without a tensor")
     pairs = zip(given.names, given.tensors, strict=True)
     on_host = [name for name, tensor in pairs if not on_device(tensor)]
     if on_host:
-        raise TypeError(
+        raise NoLoopError(
             f"scanned block {number} was called with {', '.join(on_host)} in host memory; a loop "
             f"would keep the values of now. Move it to the XLA device before the loop"
         )
@@ -572,12 +571,11 @@ def _continued(current: _Pass | None, number: int, given: Arguments) -> _Pass:
     """Return the pass if block ``number`` is next, and called with the output of the one before.
 
     Raises:
-        RuntimeError: if it is not next.
-        ValueError: if it is called with something else.
+        NoLoopError: if it is not next, or is called with something else.
     """
     if current is None or len(current.calls) != number:
         found = "block 0" if current is None else f"block {len(current.calls)}"
-        raise RuntimeError(
+        raise NoLoopError(
             f"block {number} of the scanned blocks was called where {found} was expected. Scanned "
             f"blocks run as one loop, so a forward calls each of them once, in order. Call them "
             f"so, or run them one by one: remove() of what scan_blocks returned"
@@ -585,13 +583,13 @@ def _continued(current: _Pass | None, number: int, given: Arguments) -> _Pass:
     x, *others = given.tensors
     if x is not current.last:
         what = repr(x) if isinstance(x, Placeholder) else "another tensor"
-        raise ValueError(
+        raise NoLoopError(
             f"block {number} was called with {what} in the place of the output of block "
             f"{number - 1}. Scanned blocks run as one loop: a forward hands each one's output to "
             f"the next, and does nothing else between them"
         )
     if early := [each for each in others if isinstance(each, Placeholder)]:
-        raise ValueError(
+        raise NoLoopError(
             f"block {number} was called with {early[0]!r} besides the output of block "
             f"{number - 1}. Scanned blocks run as one loop, in which each gets the output of the "
             f"one before, and arguments that are known before the loop"

@@ -11,6 +11,7 @@ from xla_fsdp.fsdp.engine.module_state import is_fsdp_module, named_fsdp_modules
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.block_inputs import BlockState
+from xla_fsdp.fsdp.scan.errors import NoLoopError
 from xla_fsdp.fsdp.scan.plan import Plan, find_plan
 
 ADVICE = (
@@ -218,11 +219,11 @@ def _trained(param: FSDPParam) -> str:
 
 
 def refuse_host_tensors(state: BlockState) -> None:
-    """Raise ValueError if the block has tensors in host memory, where a loop cannot read them."""
+    """Raise NoLoopError if the block has tensors in host memory, where a loop cannot read them."""
     pairs = zip(state.names, state.tensors, strict=True)
     on_host = [name for name, tensor in pairs if not on_device(tensor)]
     if on_host:
-        raise ValueError(
+        raise NoLoopError(
             f"{', '.join(on_host[:5])} of a scanned block is in host memory, and a loop takes "
             f"tensors from the device. Register it as a buffer before the block is sharded, move "
             f"it to the XLA device, or, if it is a constant, make it a number"
@@ -230,9 +231,9 @@ def refuse_host_tensors(state: BlockState) -> None:
 
 
 def refuse_hooks(state: BlockState) -> None:
-    """Raise ValueError if modules in the block have hooks: they would run only while tracing."""
+    """Raise NoLoopError if modules in the block have hooks: they would run only while tracing."""
     if state.hooked:
-        raise ValueError(
+        raise NoLoopError(
             f"{', '.join(state.hooked[:5])} in a scanned block has hooks; they would run when the "
             f"loop is traced, with tensors that have no values, and not in each step. Remove them, "
             f"or do not scan these blocks"

@@ -42,6 +42,7 @@ from xla_fsdp.distributed.xla.loop import (
     trace_body,
     use_seed,
 )
+from xla_fsdp.fsdp.scan.errors import NoLoopError
 from xla_fsdp.fsdp.scan.remat_policy import (
     ActivationStore,
     Recorded,
@@ -251,7 +252,7 @@ def backward_program(
     """Trace an iteration of the backward loop.
 
     Raises:
-        ValueError: if blocks have other gradients than those at the same position of the first
+        NoLoopError: if blocks have other gradients than those at the same position of the first
             iteration, though they compute the same.
 
     Args:
@@ -311,7 +312,7 @@ def backward_program(
             other = partial(body, blocks.of_iteration(iteration))
             its = trace_body(other, specs, "fsdp_block_backward")
             if difference := body_difference(traced, its):
-                raise ValueError(_gradient_problem(blocks, iteration, difference))
+                raise NoLoopError(_gradient_problem(blocks, iteration, difference))
     loop = Loop(
         traced,
         blocks.length,

@@ -36,6 +36,7 @@ from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.scan.block_inputs import Arguments, BlockState, forward_hooks_apart
 from xla_fsdp.fsdp.scan.block_numbers import Number, Numbers
 from xla_fsdp.fsdp.scan.checks import ADVICE
+from xla_fsdp.fsdp.scan.errors import NoLoopError
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ class Template:
             The form of the output, its only new tensor, and the numbers that the block used.
 
         Raises:
-            ValueError: if the output is not one tensor like the first argument, besides other
+            NoLoopError: if the output is not one tensor like the first argument, besides other
                 arguments and plain values; or if the forward changes a container among the
                 arguments.
         """
@@ -101,7 +102,7 @@ def _refuse_changed(given: Arguments, now: Arguments) -> None:
     if difference is None and now.tensors[0] is not given.tensors[0]:
         difference = f"its {given.names[0]} is another tensor"
     if difference:
-        raise ValueError(
+        raise NoLoopError(
             f"a scanned block changes a container that it is given (then {difference}); the change "
             f"would be lost, as blocks run as one loop. Compute new tensors and return one, or do "
             f"not scan these blocks"
@@ -124,20 +125,20 @@ class Returned:
             given: tensors of the arguments; the new tensor is like the first.
 
         Raises:
-            ValueError: if there is not exactly one new tensor, or it has another shape or dtype.
+            NoLoopError: if there is not exactly one new tensor, or it has another shape or dtype.
         """
         others = {id(each): at for at, each in enumerate(given) if at > 0}
         sources = tuple(others.get(id(each), 0) for each in output.tensors)
         if sources.count(0) != 1 or output.opaque:
             what = [*(name or "a tensor" for name in output.names), *output.opaque]
-            raise ValueError(
+            raise NoLoopError(
                 f"a scanned block must return one tensor (and arguments that it was given, and "
                 f"plain values), which is the next one's input; this one returned "
                 f"{', '.join(what) or 'no tensor'}"
             )
         x, y = given[0], output.tensors[sources.index(0)]
         if TensorSpec.of(y) != TensorSpec.of(x):
-            raise ValueError(
+            raise NoLoopError(
                 f"a scanned block must return what it is given, {list(x.shape)} {x.dtype}; "
                 f"this one returned {list(y.shape)} {y.dtype}. Convert the input before the loop, "
                 f"or do not scan these blocks"
@@ -175,7 +176,7 @@ def trace_block(template: Template) -> BlockTrace:
     """Trace a block's forward.
 
     Raises:
-        ValueError: if it changes an input in place, does not return one tensor like its input, or
+        NoLoopError: if it changes an input in place, does not return one tensor like its input, or
             computes with values that a loop would keep.
     """
     group = template.unit.group
@@ -202,13 +203,13 @@ def trace_block(template: Template) -> BlockTrace:
         traced = refusing_host_draws(lambda: trace_body(body, specs, "fsdp_block"))
     except ChangedInPlaceError as error:
         changed = ", ".join(names[number] for number in error.numbers)
-        raise ValueError(
+        raise NoLoopError(
             f"a scanned block changes its {changed} in place; the change would be lost, as blocks "
             f"run as one loop. Compute a new tensor instead (x = x + y, not x += y), or do not "
             f"scan these blocks (layers with running statistics, such as BatchNorm, cannot be)"
         ) from None
     if problem := _captured_problem(traced) or made.problem():
-        raise ValueError(problem)
+        raise NoLoopError(problem)
     returned, used = result[-1]
     gradient = _trace_gradient(template, parts) if calls.found else None
     return BlockTrace(traced, returned, tuple(used), template.state.without_tensors(), gradient)
@@ -456,7 +457,9 @@ _VIEWS_ON_HOST = frozenset({"unfold", "_neg_view", "_reshape_alias"})
 
 _INDEXES = frozenset({"__getitem__", "__setitem__"})
 
-_GRADIENT_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
+_OF_GRADIENTS = frozenset(
+    {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "grad", "backward"}
+)
 
 _DRAWS = frozenset(
     {
@@ -468,8 +471,8 @@ _DRAWS = frozenset(
 
 
 class TraceGuard(TorchFunctionMode):
-    """Inside, reading a value of a tensor, drawing on the host or a hook of a gradient raises
-    ValueError; ``numbers`` records and replaces the numbers of operations."""
+    """Inside, reading a value of a tensor, drawing on the host or asking for a gradient raises
+    NoLoopError; ``numbers`` records and replaces the numbers of operations."""
 
     def __init__(self, numbers: Numbers) -> None:
         super().__init__()
@@ -481,13 +484,13 @@ class TraceGuard(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         if _wants_values(name, args, kwargs):
-            raise ValueError(
+            raise NoLoopError(
                 f"a scanned block asks for the values of a tensor (by {name}), and has none while "
                 f"its loop is traced: one program runs for all values. Decide with torch.where, or "
                 f"before the loop, and hand the result to the blocks"
             )
-        if name in _GRADIENT_HOOKS and not args[0].requires_grad:
-            raise ValueError(
+        if name in _OF_GRADIENTS and not any(each.requires_grad for each in tensors_in(args[:1])):
+            raise NoLoopError(
                 f"a scanned block calls {name} of a tensor; its loop is traced without gradients, "
                 f"and no single tensor of a block has one that is kept. Change gradients by a "
                 f"torch.autograd.Function, look at them after the loop, or do not scan these blocks"
@@ -503,8 +506,8 @@ class TraceGuard(TorchFunctionMode):
         return result
 
 
-def _on_host(name: str) -> ValueError:
-    return ValueError(
+def _on_host(name: str) -> NoLoopError:
+    return NoLoopError(
         f"a scanned block calls {name}, which torch_xla computes on the host, and its tensors have "
         f"no values while its loop is traced: one program runs for all values. Compute the same by "
         f"other operators, or before the loop, and hand the result to the blocks; or do not scan "
@@ -544,7 +547,7 @@ def refusing_host_draws(trace: Callable[[], T]) -> T:
     whether it drew them, or another thread (one that loads data, say).
 
     Raises:
-        ValueError: if ``trace`` draws such numbers.
+        NoLoopError: if ``trace`` draws such numbers.
     """
     before, before_numpy = random.getstate(), _numpy_state()
     result = trace()
@@ -587,8 +590,8 @@ def _numpy_state() -> bytes:
     return pickle.dumps(np.random.mtrand.get_bit_generator().state)
 
 
-def _drawn_on_host(name: str) -> ValueError:
-    return ValueError(
+def _drawn_on_host(name: str) -> NoLoopError:
+    return NoLoopError(
         f"a scanned block draws random numbers on the host (by {name}); they would be the "
         f"same in every block and step, as its loop is traced once. Draw them on the "
         f"device: device=x.device"

@@ -24,6 +24,7 @@ from xla_fsdp.distributed.xla.host import settle
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.clip_grad import Slices, clip_grads_by_norm_
 from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.initial_state import make_state
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.optimizer_traits import is_elementwise
 from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, ShardParameter, is_sharded
@@ -129,6 +130,14 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         super().add_param_group({**param_group, "params": given})
         if self.is_built:
             self.slices.free()
+
+    @torch.no_grad()
+    def make_state(self) -> None:
+        """Make the state of the slices now, so that the first step is the program of all later
+        ones; ``compile_step`` calls it."""
+        if self.is_sliced:
+            with self.slices.filled(self.slices.params):
+                make_state(self.inner)
 
     @torch.no_grad()
     def step(

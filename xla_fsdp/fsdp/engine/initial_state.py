@@ -52,6 +52,10 @@ def make_state(optimizer: Optimizer) -> None:
     state in an order of its own, unless this is called before the forward: ASGD, Rprop, Adafactor,
     and Adam with both ``amsgrad`` and ``capturable``. RAdam changes its formula at its sixth step.
     """
+    own = getattr(optimizer, "make_state", None)
+    if own is not None:  # whose parameters have values in a step only
+        own()
+        return
     inner = getattr(optimizer, "delegates", None)
     for each in [optimizer] if inner is None else inner:
         _fill(each, [p for p in _missing(each) if p.requires_grad])

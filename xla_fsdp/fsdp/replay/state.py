@@ -116,6 +116,12 @@ class State:
                 label = _name(value, len(self.optimizers) - 1)
             self._objects.append((label, value))
 
+    def steppers(self) -> list[Optimizer]:
+        """Return the optimizers that hold parameters of the model: not those inside of others,
+        whose parameters have values in a step only."""
+        inner = [getattr(each, "inner", None) for each in self.optimizers]
+        return [each for each in self.optimizers if all(each is not one for one in inner)]
+
     def has(self, optimizer: Optimizer) -> bool:
         """Return whether this optimizer is a part of the state."""
         return any(each is optimizer for each in self.optimizers)

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from xla_fsdp.distributed.xla import host, ops, programs
 from xla_fsdp.distributed.xla.graph import tensor_id
 from xla_fsdp.distributed.xla.worker import Worker
+from xla_fsdp.fsdp.engine.initial_state import make_state
 from xla_fsdp.fsdp.engine.param import UninitializedShard
 from xla_fsdp.fsdp.replay.host_numbers import HostNumbers, plain
 from xla_fsdp.fsdp.replay.program import (
@@ -385,6 +386,9 @@ class _RankStep:
         for param in self._state.params:
             if isinstance(param, UninitializedShard):
                 param.settle()  # which runs a program of its own
+        for optimizer in self._state.steppers():
+            make_state(optimizer)  # or the first step would be a program of its own
+        self._renew()
         self._separate()
         trace = _Trace(self._state, leaves, self._device, refuses=self._options.refuses)
         result = trace.run(self._step, args, kwargs)

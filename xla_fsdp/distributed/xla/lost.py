@@ -112,4 +112,4 @@ def _has_no_value(tensor: Tensor, first: int) -> bool:
 def _lose(tensor: Tensor) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         ops.let_go(tensor, xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype))
-    tensor.__class__ = TensorOfTrace  # type: ignore[assignment]
+    tensor.__class__ = TensorOfTrace

@@ -1270,6 +1270,55 @@ def test_a_body_reads_what_is_still_computed() -> None:
     assert captured == pytest.approx([800], rel=1e-3)
 
 
+@scenarios.add
+def held(rank: int) -> dict[str, Any]:
+    """Sync while somebody holds what a traced function computed."""
+    import torch_xla
+
+    from xla_fsdp.distributed.xla.loop import ChangedInPlaceError, TensorSpec, trace_body
+
+    kept: dict[str, Tensor] = {}
+
+    def changes(given: list[Tensor]) -> list[Tensor]:
+        [x] = given
+        x.add_(1)
+        y = x * 2
+        own = torch.arange(4, device="xla") + 1
+        kept.update(input=x, view=y.view(2, 2), result=y, independent=own)
+        return [y]
+
+    def casts(given: list[Tensor]) -> list[Tensor]:
+        with torch.enable_grad():
+            return [F.linear(given[0], given[1].clone().requires_grad_()).detach()]
+
+    spec = TensorSpec((4, 4), torch.float32)
+    found: dict[str, Any] = {}
+    try:
+        trace_body(changes, [TensorSpec((4,), torch.float32)], "failing")
+    except ChangedInPlaceError as error:
+        found["traceback"] = error.__traceback__  # held, as a handler does
+        torch_xla.sync()
+        found["error"] = str(error)
+        del found["traceback"]
+    for name, tensor in kept.items():
+        try:
+            found[name] = tensor.tolist()
+        except RuntimeError as error:
+            found[name] = str(error)
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        trace_body(casts, [spec, spec], "casting")
+        torch_xla.sync()
+    return found
+
+
+def test_a_sync_computes_nothing_that_a_failed_trace_left_behind() -> None:
+    found = result("held")
+    assert found["error"] == "inputs [0] were changed in place"
+    assert found["independent"] == [1, 2, 3, 4]
+    for name in ("input", "view", "result"):
+        assert "tolist was called with a tensor that was never computed: it was" in found[name]
+
+
 def test_what_only_cycles_hold_is_not_left_while_another_thread_collects() -> None:
     from xla_fsdp.fsdp.scan.tracing import MadeTensors
 

@@ -32,6 +32,7 @@ from torch_xla.distributed.parallel_loader import ParallelLoader
 from xla_fsdp.distributed.cpu_ranks import Run, current_rank_thread
 from xla_fsdp.distributed.forks import QuietForks
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.lost import LostTensor
 from xla_fsdp.distributed.xla.ops import Groups, index_of
 
 CHANNEL = 1
@@ -214,33 +215,13 @@ def _runtime_name(rank: int) -> str:
 # ---------------------------------------------------------------- what a failed run leaves behind
 
 
-class LostTensor(Tensor):
-    """A tensor that was never computed, as the run that traced it failed.
+class TensorOfFailedRun(LostTensor):
+    """A tensor that was never computed, as the run that traced it failed."""
 
-    Any use raises RuntimeError, except for questions that its values do not answer.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "is_inference"):
-            with torch._C.DisableTorchFunctionSubclass():
-                found = func(*args, **(kwargs or {}))
-            if isinstance(found, LostTensor) or not isinstance(found, Tensor):
-                return found
-        raise _lost(name)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"LostTensor(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
-
-
-def _lost(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"{name} was called with a tensor that was never computed: launch failed while it was "
-        "pending, and its collectives cannot run any more. Make it again in the new run, or "
-        "restore it from a checkpoint; a gradient is set to None by optimizer.zero_grad()."
+    why = (
+        "launch failed while it was pending, and its collectives cannot run any more. Make it "
+        "again in the new run, or restore it from a checkpoint; a gradient is set to None by "
+        "optimizer.zero_grad()."
     )
 
 
@@ -257,7 +238,7 @@ def drop_pending(num_ranks: int) -> None:
             # for subclasses around other tensors, which are found by themselves.
             with contextlib.suppress(RuntimeError):
                 if ops.is_pending(tensor):
-                    tensor.__class__ = LostTensor
+                    tensor.__class__ = TensorOfFailedRun
                 if tensor.is_leaf and tensor.grad is not None and ops.is_pending(tensor.grad):
                     _lose_gradient(tensor)
     # What these have in place of a value ends the process when a program reads it.
@@ -272,10 +253,10 @@ def _lose_gradient(leaf: Tensor) -> None:
     def refuse(_: Tensor) -> None:
         current = own()
         if current is not None and isinstance(current.grad, LostTensor):
-            raise _lost("backward")
+            raise TensorOfFailedRun.error("backward")
         handle.remove()
 
-    leaf.grad.__class__ = LostTensor
+    leaf.grad.__class__ = TensorOfFailedRun
     handle = leaf.register_hook(refuse)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from xla_fsdp.distributed.tracebacks import forget_locals
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.graph import has_metadata, without_metadata
+from xla_fsdp.distributed.xla.lost import losing_failed_traces
 
 T = TypeVar("T")
 
@@ -77,9 +78,18 @@ def trace_body(
 ) -> Body:
     """Trace ``function`` with placeholders for its inputs.
 
+    If that fails, what it computed from these and somebody still holds is a ``TensorOfTrace``.
+
     Raises:
         ChangedInPlaceError: if it changes an input in place.
     """
+    with losing_failed_traces(), _without_cached_casts():
+        return _traced(function, inputs, name)
+
+
+def _traced(
+    function: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[TensorSpec], name: str
+) -> Body:
     given = [xb.create_placeholder_tensor(each.shape, each.dtype) for each in inputs]
     before = [graph_hash(tensor) for tensor in given]
     # Wait for the execution in flight, if there is one. torch_xla knows inputs by the addresses of
@@ -223,8 +233,19 @@ def _separate_graph() -> Iterator[dict[int, Tensor]]:
 
 
 @contextlib.contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Let autocast keep no casts of placeholders, which it does, in C++, until it ends."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+@contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Refuse to read values inside; let an error keep no tensor, which the next sync would read."""
+    """Refuse to read values inside; let an error keep no tensor."""
     try:
         with ops.runtime().without_values():
             yield

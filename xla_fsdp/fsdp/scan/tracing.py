@@ -29,6 +29,7 @@ from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import Body, ChangedInPlaceError, TensorSpec, trace_body
+from xla_fsdp.distributed.xla.lost import losing_failed_traces
 from xla_fsdp.fsdp.engine.activation_checkpoint import regions_run_once
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.param_guards import name_of
@@ -177,8 +178,14 @@ def trace_block(template: Template) -> BlockTrace:
 
     Raises:
         NoLoopError: if it changes an input in place, does not return one tensor like its input, or
-            computes with values that a loop would keep.
+            computes with values that a loop would keep. What the trace computed is lost then, also
+            where somebody holds it.
     """
+    with losing_failed_traces():
+        return _trace_block(template)
+
+
+def _trace_block(template: Template) -> BlockTrace:
     group = template.unit.group
     params = [(param, original) for param in group.params for original in param.originals]
     parts = _specs_of(template)

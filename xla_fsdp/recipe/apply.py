@@ -336,13 +336,17 @@ def _lists_in(
         yield from found
         return
     selected: list[nn.Module] = []
-    # What is returned replaces the module: itself.
-    wrap_children(
-        model,
-        policy or _policy_of_names(model, recipe),
-        lambda module: selected.append(module) or module,  # type: ignore[func-returns-value]
-        ignored,
-    )
+
+    def select(module: nn.Module, **own: Any) -> nn.Module:
+        if own:
+            raise ValueError(
+                f"auto_wrap_policy gives {type(module).__name__} options of its own, "
+                f"{', '.join(own)}; parallelize takes options of all units only"
+            )
+        selected.append(module)
+        return module  # replaces itself
+
+    wrap_children(model, policy or _policy_of_names(model, recipe), select, ignored)
     names = {each: name.rpartition(".")[0] for name, each in model.named_modules()}
     for name in dict.fromkeys(names[each] for each in selected):
         yield name, [each for each in selected if names[each] == name]

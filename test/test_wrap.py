@@ -6,8 +6,10 @@ from functools import partial
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp import wrap as torch_wrap
 
 from xla_fsdp.wrap import (
+    Ignored,
     always_wrap_policy,
     has_forward,
     lambda_auto_wrap_policy,
@@ -105,3 +107,59 @@ def test_a_module_in_two_places_is_wrapped_once() -> None:
 )
 def test_has_forward(module: nn.Module, expected: bool) -> None:
     assert has_forward(module) is expected
+
+
+BLOCKS = {"blocks.0", "blocks.1"}
+EITHER = [
+    torch_wrap.ModuleWrapPolicy({Block}),
+    partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)),
+    partial(size_based_auto_wrap_policy, min_num_params=10**9),
+    partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+]
+"""Of torch and of this package, joined by torch's policy."""
+LINEARS = {"blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second", "head"}
+OF_TORCH = {
+    "module": (torch_wrap.ModuleWrapPolicy({Block}), BLOCKS),
+    "custom": (torch_wrap.CustomPolicy(lambda module: isinstance(module, Block)), BLOCKS),
+    "transformer": (
+        partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        BLOCKS,
+    ),
+    "lambda": (
+        partial(torch_wrap.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, Block)),
+        BLOCKS,
+    ),
+    "size": (
+        partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=80),
+        {"blocks.0.attention", "blocks.1.attention"},
+    ),
+    "or": (partial(torch_wrap._or_policy, policies=EITHER), BLOCKS | LINEARS),
+    "always": (
+        torch_wrap.always_wrap_policy,
+        BLOCKS | LINEARS | {"blocks.0.attention", "blocks.1.attention"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_policies_of_torch(name: str) -> None:
+    policy, expected = OF_TORCH[name]
+    model = tree()
+    wrap_children(model, policy, Unit)
+    assert wrapped(model) == expected
+
+
+def test_policies_of_torch_skip_what_is_ignored_and_have_options_for_single_modules() -> None:
+    model = tree()
+    taken = []
+
+    def wrap(module: nn.Module, **options: object) -> nn.Module:
+        taken.append((type(module).__name__, options))
+        return Unit(module)
+
+    policy = torch_wrap.CustomPolicy(
+        lambda module: {"width": 3} if module is model.head else isinstance(module, Block)
+    )
+    wrap_children(model, policy, wrap, Ignored([model.blocks[0]]))
+    assert wrapped(model) == {"blocks.1", "head"}
+    assert taken == [("Block", {}), ("Linear", {"width": 3})]

@@ -4,10 +4,15 @@ A policy is called as ``policy(module, recurse, unwrapped_params)``. With ``recu
 returns whether to look inside ``module``, with ``recurse=False`` whether to wrap it;
 ``unwrapped_params`` is the number of elements of its parameters that are not wrapped yet. Bind
 other arguments of the policies below with ``functools.partial``.
+
+Those of ``torch.distributed.fsdp.wrap`` are policies, too: functions to which the number is
+``nonwrapped_numel``, and objects (``ModuleWrapPolicy``, ``CustomPolicy``) that choose modules and
+their options all at once.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -81,7 +86,8 @@ def _refuse_shards(params: Iterable[nn.Parameter]) -> None:
             )
 
 
-Policy = Callable[..., bool]
+Policy = Callable[..., Any]
+"""Of any kind that the module's docstring names."""
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
@@ -92,8 +98,10 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
-    unwrapped_params: int,
+    unwrapped_params: int = 0,
+    *,
     lambda_fn: Callable[[nn.Module], bool],
+    nonwrapped_numel: int = 0,
 ) -> bool:
     """Wrap the submodules for which ``lambda_fn(submodule)`` is true."""
     return recurse or lambda_fn(module)
@@ -102,8 +110,10 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
-    unwrapped_params: int,
+    unwrapped_params: int = 0,
+    *,
     transformer_layer_cls: Collection[type[nn.Module]],
+    nonwrapped_numel: int = 0,
 ) -> bool:
     """Wrap the instances of the given layer classes."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
@@ -112,10 +122,12 @@ def transformer_auto_wrap_policy(
 def size_based_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
-    unwrapped_params: int,
+    unwrapped_params: int = 0,
     min_num_params: int = int(1e8),
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
+    *,
+    nonwrapped_numel: int = 0,
 ) -> bool:
     """Wrap a submodule that has at least ``min_num_params`` elements that are not wrapped yet.
 
@@ -127,10 +139,11 @@ def size_based_auto_wrap_policy(
         force_leaf_modules: classes never looked into (default: attention, whose forward uses its
             children's weights directly).
         exclude_wrap_modules: classes never wrapped (default: containers).
+        nonwrapped_numel: torch's name of ``unwrapped_params``, for policies that call this one.
     """
     leaves = tuple(force_leaf_modules or (nn.MultiheadAttention,))
     excluded = tuple(exclude_wrap_modules or (nn.ModuleList, nn.ModuleDict))
-    if unwrapped_params < min_num_params:
+    if max(unwrapped_params, nonwrapped_numel) < min_num_params:
         return False
     return not isinstance(module, leaves if recurse else excluded)
 
@@ -138,7 +151,7 @@ def size_based_auto_wrap_policy(
 def wrap_children(
     module: nn.Module,
     policy: Policy,
-    wrap_fn: Callable[[nn.Module], nn.Module],
+    wrap_fn: Callable[..., nn.Module],
     ignored: Ignored | None = None,
 ) -> int:
     """Replace every descendant of ``module`` that ``policy`` selects by ``wrap_fn(descendant)``.
@@ -149,21 +162,52 @@ def wrap_children(
 
     Args:
         module: the root, which is not replaced.
-        policy: called as ``policy(module=, recurse=, unwrapped_params=)``.
-        wrap_fn: wraps a module.
+        policy: of any kind that this module's docstring names.
+        wrap_fn: wraps a module; keywords are options that the policy has for this one.
         ignored: modules that the policy is not asked about, and parameters that are not counted.
 
     Returns:
         The number of elements of the parameters that were wrapped.
+
+    Raises:
+        TypeError: if ``policy`` is not one.
     """
-    return _Walker(policy, wrap_fn, ignored or Ignored()).visit_children(module)
+    ignored = ignored or Ignored()
+    return _Walker(_chooser(policy, module, ignored), wrap_fn, ignored).visit_children(module)
+
+
+_Chooser = Callable[[nn.Module, bool, int], dict[str, Any] | None]
+"""Asked as a policy is; returns None for no, and for yes the options of the module."""
+
+
+def _chooser(policy: Any, root: nn.Module, ignored: Ignored) -> _Chooser:
+    if hasattr(policy, "_run_policy"):  # of torch.distributed.fsdp.wrap
+        chosen: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, {*ignored.modules}, {})
+        return lambda module, recurse, _: {} if recurse else chosen.get(module)
+    if not callable(policy):
+        raise TypeError(
+            f"auto_wrap_policy must be callable, or a policy of torch.distributed.fsdp.wrap, got "
+            f"{type(policy).__name__}; see xla_fsdp.wrap"
+        )
+    name = _name_of_number(policy)
+
+    def choose(module: nn.Module, recurse: bool, number: int) -> dict[str, Any] | None:
+        return {} if policy(module=module, recurse=recurse, **{name: number}) else None
+
+    return choose
+
+
+def _name_of_number(policy: Policy) -> str:
+    """Return the keyword by which ``policy`` takes the number of elements not wrapped yet."""
+    names = inspect.signature(policy).parameters
+    return "unwrapped_params" if "nonwrapped_numel" not in names else "nonwrapped_numel"
 
 
 class _Walker:
     def __init__(
-        self, policy: Policy, wrap_fn: Callable[[nn.Module], nn.Module], ignored: Ignored
+        self, choose: _Chooser, wrap_fn: Callable[..., nn.Module], ignored: Ignored
     ) -> None:
-        self._policy = policy
+        self._choose = choose
         self._wrap_fn = wrap_fn
         self._ignored = ignored
         self._replacements: dict[nn.Module, nn.Module] = {}  # itself for one that is not wrapped
@@ -172,7 +216,7 @@ class _Walker:
         # Attention computes with its children's weights, without calling the children.
         if isinstance(module, nn.MultiheadAttention):
             return 0
-        if not self._policy(module=module, recurse=True, unwrapped_params=self._numel(module)):
+        if self._choose(module, True, self._numel(module)) is None:
             return 0
         taken = 0
         for name, child in list(module._modules.items()):
@@ -190,10 +234,9 @@ class _Walker:
         total = self._numel(module)
         taken = self.visit_children(module)
         replacement = module
-        if has_forward(module) and self._policy(
-            module=module, recurse=False, unwrapped_params=total - taken
-        ):
-            replacement, taken = self._wrap_fn(module), total
+        options = self._choose(module, False, total - taken) if has_forward(module) else None
+        if options is not None:
+            replacement, taken = self._wrap_fn(module, **options), total
         self._replacements[module] = replacement
         return replacement, taken
 

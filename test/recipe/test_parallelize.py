@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from test.common.compare import assert_close
 from test.common.recipes import (
     MODELS,
     WIDTH,
@@ -135,6 +136,58 @@ def test_an_axis_tensor_of_the_mesh_is_left_to_the_layers_that_are_cut() -> None
         )
 
 
+class OwnSgd(torch.optim.Optimizer):
+    """Of another package, which says nothing of itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["lr"] * param.grad)
+
+
+class Listed(OwnSgd):
+    """Steps a list of its own, as LBFGS does, and keeps parameters in other places, too."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.listed = list(self.param_groups[0]["params"])
+        self.mask = {self.listed[1]: (self.listed[1], 0.5)}
+        self.inner_one = OwnSgd([self.listed[0]])
+
+    @staticmethod
+    def is_elementwise(options: Any) -> bool:
+        return True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param, factor in self.mask.values():
+            if param.grad is not None:
+                self.mask[param][0].grad.mul_(factor)
+        self.inner_one.step()
+        for param in self.listed[1:]:
+            if param.grad is not None:
+                param.sub_(0.1 * param.grad)
+
+
+class Slow(OwnSgd):
+    """Keeps copies of parameters, as Lookahead does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.slow = [[each.detach().clone() for each in g["params"]] for g in self.param_groups]
+
+
+class Numbered(OwnSgd):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.index = {id(each): at for at, each in enumerate(self.param_groups[0]["params"])}
+
+
 # ---------------------------------------------------------------- what it refuses
 
 
@@ -166,6 +219,18 @@ def refusals(rank: int) -> dict[str, str]:
         model = make(Transformer)
         return parallelize(model, torch.optim.Adam(model.parameters(), fused=True), "plain")
 
+    def closure() -> Any:
+        from xla_fsdp import parallelize
+
+        model = make(Transformer)
+        return parallelize(model, torch.optim.LBFGS(model.parameters()), "plain")
+
+    def holding(kind: Any, **options: Any) -> Any:
+        from xla_fsdp import parallelize
+
+        model = make(Transformer)
+        return parallelize(model, kind(model.parameters()), "plain", **options)
+
     def inside() -> Any:
         from xla_fsdp import parallelize
 
@@ -193,6 +258,11 @@ def refusals(rank: int) -> dict[str, str]:
         "twice": twice,
         "fused": fused,
         "fused maker": lambda: shard(optimizer=partial(torch.optim.AdamW, fused=True)),
+        "closure": closure,
+        "closure maker": lambda: shard(optimizer=torch.optim.LBFGS),
+        "copies": partial(holding, Slow),
+        "numbers": partial(holding, Numbered),
+        "joined": partial(holding, Listed, flatten_parameters=True),
     }
     return {name: message(call) for name, call in cases.items()}
 
@@ -217,6 +287,11 @@ REFUSED = {
     "twice": "the model is sharded already; give the plain model",
     "fused": "parallelize: Adam has fused=True, for which torch has kernels on other devices only",
     "fused maker": "parallelize: AdamW has fused=True, for which torch has kernels on other",
+    "closure": "LBFGS calls its closure as often as products of whole parameters",
+    "closure maker": "step it by xla_fsdp.optim.ZeroRedundancyOptimizer(params, LBFGS, ...)",
+    "copies": "in self.slow[0][0] (a tensor of a parameter's shape), self.slow[0][1]",
+    "numbers": "in self.index (the id of a parameter)",
+    "joined": "in self.listed[0], self.listed[1], self.listed[2], self.listed[3], of which several",
 }
 
 
@@ -598,6 +673,39 @@ def layerwise(rank: int) -> list[str]:
     return list(done.recipe._report)
 
 
+@scenarios.add
+def listed(rank: int) -> dict[str, Any]:
+    import torch_xla
+
+    from xla_fsdp import full_state_dict, parallelize
+
+    found = {}
+    for recipe in ("plain", "fast", "lean"):
+        model = make(Transformer)
+        model, optimizer, done = parallelize(model, Listed(model.parameters()), recipe)
+        for _ in range(2):
+            loss_of(model, ids()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch_xla.sync()
+        state = {name: value.cpu() for name, value in full_state_dict(model).items()}
+        found[recipe] = (state, list(done._report))
+    return found
+
+
+def test_parameters_that_an_optimizer_holds_elsewhere_are_replaced() -> None:
+    model = make(Transformer)
+    optimizer = Listed(model.parameters())
+    for _ in range(2):
+        loss_of(model, torch.arange(1, 13).reshape(2, 6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state, report in scenarios.result("listed").values():
+        assert_close(state, model.state_dict(), atol=1e-5)
+        stacks = [each for each in report if each.startswith("stacked")]
+        assert all("Listed holds parameters in self.listed[0]" in each for each in stacks)
+
+
 def test_blocks_in_several_groups_are_not_stacked() -> None:
     lines = scenarios.result("layerwise")
     assert "  scan: blocks" in lines
@@ -605,20 +713,6 @@ def test_blocks_in_several_groups_are_not_stacked() -> None:
         "stacked: left out for blocks: norm.weight is not in the same parameter group of AdamW in "
         "all blocks"
     ]
-
-
-class OwnSgd(torch.optim.Optimizer):
-    """Of another package, which says nothing of itself."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(group["lr"] * param.grad)
 
 
 @scenarios.add

@@ -34,7 +34,7 @@ from xla_fsdp.fsdp.init.meta_init import materialize
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.fsdp.scan import scan_containers
 from xla_fsdp.fsdp.transformers_hooks import install_captures
-from xla_fsdp.wrap import Ignored, wrap_children
+from xla_fsdp.wrap import Ignored, Policy, wrap_children
 
 _INNER = "_fsdp_wrapped_module"
 
@@ -288,7 +288,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         pin_layout_in_collective_ops: bool = False,
         reduce_scatter_bucket_size_mb: float | None = None,
         coalesce_all_gather_ops: bool = True,
-        auto_wrap_policy: Callable[..., bool] | None = None,
+        auto_wrap_policy: Policy | None = None,
         auto_wrapper_callable: Callable[..., nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         *,
@@ -321,6 +321,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
             coalesce_all_gather_ops=coalesce_all_gather_ops,
         )
         fsdp1 = TorchOptions(**torch_options)
+        given = {**config.as_keywords(), **torch_options}
         config = translate(fsdp1, config) if torch_options else config
         config.warn_about_ignored()
         ignored = Ignored(ignored_modules, ignored_params, ignored_states)
@@ -333,12 +334,13 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
                 others = {
                     "param_init_fn": param_init_fn,
                     "collectives": collectives,
-                    "mesh": config.mesh,
                     "mixed_precision": fsdp1.mixed_precision,
                     "sync_module_states": fsdp1.sync_module_states or None,
                 }
                 wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
-                _wrap_inside(module, auto_wrap_policy, wrapper, ignored, config, others)
+                options = _without_none({"mesh": config.mesh, **others})
+                options = {**config.as_keywords(), **options}
+                _wrap_inside(module, auto_wrap_policy, wrapper, ignored, options, given | others)
             if scan_layers:
                 scan_containers(module, scan_layers, stacked=scan_stacked)
             install_captures(module)
@@ -365,26 +367,38 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         )
 
 
+def _without_none(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _wrap_inside(
     module: nn.Module,
-    policy: Callable[..., bool],
+    policy: Policy,
     wrapper: Callable[..., nn.Module],
     ignored: Ignored,
-    config: FSDPConfig,
-    others: dict[str, Any],
+    options: dict[str, Any],
+    given: dict[str, Any],
 ) -> None:
-    """Wrap the descendants that ``policy`` selects; None in ``others`` leaves an option out."""
-    for name, given in (("auto_wrap_policy", policy), ("auto_wrapper_callable", wrapper)):
-        if not callable(given):
-            raise TypeError(
-                f"{name} must be callable, got {type(given).__name__}; see xla_fsdp.wrap"
-            )
+    """Wrap the descendants that ``policy`` selects.
+
+    Args:
+        options: of most of them.
+        given: the user's, which a policy may change for one of them.
+    """
+    if not callable(wrapper):
+        raise TypeError(
+            f"auto_wrapper_callable must be callable, got {type(wrapper).__name__}; see "
+            f"xla_fsdp.wrap"
+        )
     for name, inner in module.named_modules():
         if is_fsdp_module(inner):
             raise ValueError(
                 f"{name} is wrapped with FSDP already; auto_wrap_policy wants a module without "
                 f"FSDP units inside. Wrap by hand or by policy, not both"
             )
-    more = {name: value for name, value in others.items() if value is not None}
-    options = {**config.as_keywords(), **ignored.as_keywords(), **more}
-    wrap_children(module, policy, lambda selected: wrapper(selected, **options), ignored)
+
+    def wrap(selected: nn.Module, **own: Any) -> nn.Module:
+        chosen = _without_none({**given, **own}) if own else options
+        return wrapper(selected, **{**chosen, **ignored.as_keywords()})
+
+    wrap_children(module, policy, wrap, ignored)

@@ -7,7 +7,6 @@ its gradient, which is freed at once. Groups and state are those of the user's o
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import warnings
 import weakref
@@ -28,10 +27,12 @@ from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.optimizer_traits import (
     STEPS_SLICES_OF,
     device_options,
+    needs_closure,
     steps_elementwise,
 )
 from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
 from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
+from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
 
 
@@ -85,8 +86,7 @@ def _problems(units: list[FSDPState], optimizer: Optimizer) -> Iterator[str]:
             f"{type(optimizer).__name__} holds no shard of the model; create it after wrapping, "
             f"from model.parameters()"
         )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(optimizer):
         yield f"{type(optimizer).__name__} needs a closure, which runs backward itself"
     if isinstance(optimizer, PostLocalSGDOptimizer):
         yield (
@@ -354,6 +354,7 @@ def _steps_slices_alike(optimizer: Optimizer) -> bool:
         and all(map(is_guard, hooks))
         and all(group[name] == value for group in optimizer.param_groups for name, value in wanted)
         and (own_step is None or getattr(own_step, "_wrapped_by_lr_sched", False))
+        and not held_elsewhere(optimizer)
     )
 
 

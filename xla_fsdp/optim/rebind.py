@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,27 +10,35 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from xla_fsdp.fsdp.engine.param import known_shard
+from xla_fsdp.optim.held_params import HeldParams
 
 
 def hold_shards(optimizer: Optimizer) -> None:
     """Replace parameters that were sharded since by their shards, and those of a stack by the
-    stack. Groups and their options are kept.
+    stack, in the groups and wherever else ``optimizer`` holds them. Groups and their options are
+    kept.
 
     Raises:
         ValueError: if the optimizer has state, or one that wraps another, or a flattened unit or a
-            stack is in several groups.
+            stack is in several groups; if it keeps copies of parameters, or keeps parameters of
+            which several became one elsewhere than in its groups. Nothing is changed then.
     """
-    groups = [[_current(param) for param in group["params"]] for group in optimizer.param_groups]
-    before = [param for group in optimizer.param_groups for param in group["params"]]
-    after = [param for group in groups for param in group]
-    if all(new is old for new, old in zip(after, before, strict=True)):
+    new = {id(param): _current(param) for param in _params(optimizer)}
+    if all(id(each) == old for old, each in new.items()):
         return
-    unique = [list(dict.fromkeys(group)) for group in groups]
-    _check_can_change(optimizer, unique)
-    for group, all_params, params in zip(optimizer.param_groups, groups, unique, strict=True):
-        if "param_names" in group:  # of an optimizer of named parameters
-            group["param_names"] = _first_names(group["param_names"], all_params)
-        group["params"] = params
+    held = HeldParams(new, frozenset(param.shape for param in _params(optimizer)))
+    held.search(optimizer)
+    for each in held.optimizers:
+        _check_can_change(each, [_unique(new, group["params"]) for group in each.param_groups])
+    _check_elsewhere(optimizer, held, new)
+    held.replace()
+    groups = {id(group["params"]): group for each in held.optimizers for group in each.param_groups}
+    for group in groups.values():
+        _replace_in_group(group, new)
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _current(param: Tensor) -> Tensor:
@@ -37,11 +46,31 @@ def _current(param: Tensor) -> Tensor:
     return param if known is None else known.leaf
 
 
-def _first_names(names: Sequence[str], params: Sequence[Tensor]) -> list[str]:
-    found: dict[int, str] = {}
-    for name, param in zip(names, params, strict=True):
-        found.setdefault(id(param), name)
-    return list(found.values())
+def _unique(new: dict[int, Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    return list(dict.fromkeys(new.get(id(param), param) for param in params))
+
+
+def _replace_in_group(group: dict[str, Any], new: dict[int, Tensor]) -> None:
+    if "param_names" in group:  # of an optimizer of named parameters
+        found: dict[int, str] = {}
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            found.setdefault(id(new.get(id(param), param)), name)
+        group["param_names"] = list(found.values())
+    # The same list: LBFGS has it under another name, too.
+    group["params"][:] = _unique(new, group["params"])
+
+
+def _check_elsewhere(optimizer: Optimizer, held: HeldParams, new: dict[int, Tensor]) -> None:
+    uses = Counter(map(id, new.values()))
+    joined = held.places if any(count > 1 for count in uses.values()) else []
+    if wrong := [*held.problems, *joined]:
+        name = type(optimizer).__name__
+        why = "of which several became one shard" if joined else "which no shard can replace"
+        raise ValueError(
+            f"{name} was made before its model was sharded, and holds what it had of the "
+            f"parameters then in {', '.join(wrong[:4])}, {why}. Make it of the sharded model's "
+            f"parameters; parallelize takes a function that does so, as partial({name}, ...)"
+        )
 
 
 def _check_can_change(optimizer: Optimizer, groups: list[list[Any]]) -> None:

@@ -7,7 +7,6 @@ is the same on every rank, and its names begin with ``UNSHARDED``.
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement, known_placement
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.engine.optimizer_traits import needs_closure
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
     KnownGroup,
@@ -360,9 +360,9 @@ def _all_gather(requests: Sequence[tuple[_Sharding, Tensor]]) -> list[list[Tenso
 
 
 def _refuse_needed_closure(optimizer: Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} needs a closure, which it calls several times in a step "
-            f"with other whole parameters; they exist within a step only"
+            f"with other whole parameters; they exist within a step only. Leave the model "
+            f"unsharded, and step it by xla_fsdp.optim.ZeroRedundancyOptimizer"
         )

@@ -25,13 +25,18 @@ from xla_fsdp.fsdp.chunked.chunks import CHUNK_BYTES
 from xla_fsdp.fsdp.engine.activation_checkpoint import checkpoint_module
 from xla_fsdp.fsdp.engine.guards import is_guard
 from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
-from xla_fsdp.fsdp.engine.optimizer_traits import acts_elementwise, steps_elementwise
+from xla_fsdp.fsdp.engine.optimizer_traits import (
+    acts_elementwise,
+    needs_closure,
+    steps_elementwise,
+)
 from xla_fsdp.fsdp.engine.param import is_sharded
 from xla_fsdp.fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks
 from xla_fsdp.fsdp.scan.api import holds_blocks
 from xla_fsdp.fsdp.scan.errors import REFUSALS, NoLoopError
 from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
+from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.in_backward import step_in_backward
 from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.recipe.causal_lm import (
@@ -269,12 +274,19 @@ def _sharded_in(model: nn.Module) -> Iterator[str]:
 
 def _why_no_steps(optimizer: Any) -> str:
     """Return why no step of ``optimizer`` could run on an XLA device, whatever the recipe."""
-    if not any(group.get("fused") for group in optimizer.param_groups):
-        return ""
-    return (
-        f"{type(optimizer).__name__} has fused=True, for which torch has kernels on other devices "
-        f"only; make it without, XLA fuses steps by itself"
-    )
+    kind = type(optimizer).__name__
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return (
+            f"{kind} has fused=True, for which torch has kernels on other devices only; make it "
+            f"without, XLA fuses steps by itself"
+        )
+    if ops.world_size() > 1 and needs_closure(optimizer):
+        return (
+            f"{kind} calls its closure as often as products of whole parameters and gradients ask "
+            f"for, and each rank would see its shards alone; leave the model unsharded, and step "
+            f"it by xla_fsdp.optim.ZeroRedundancyOptimizer(params, {kind}, ...)"
+        )
+    return ""
 
 
 def _share_parameters(optimizer: Optimizer, model: nn.Module) -> bool:
@@ -326,13 +338,17 @@ def _lists_in(
         yield from found
         return
     selected: list[nn.Module] = []
-    # What is returned replaces the module: itself.
-    wrap_children(
-        model,
-        policy or _policy_of_names(model, recipe),
-        lambda module: selected.append(module) or module,  # type: ignore[func-returns-value]
-        ignored,
-    )
+
+    def select(module: nn.Module, **own: Any) -> nn.Module:
+        if own:
+            raise ValueError(
+                f"auto_wrap_policy gives {type(module).__name__} options of its own, "
+                f"{', '.join(own)}; parallelize takes options of all units only"
+            )
+        selected.append(module)
+        return module  # replaces itself
+
+    wrap_children(model, policy or _policy_of_names(model, recipe), select, ignored)
     names = {each: name.rpartition(".")[0] for name, each in model.named_modules()}
     for name in dict.fromkeys(names[each] for each in selected):
         yield name, [each for each in selected if names[each] == name]
@@ -635,6 +651,8 @@ def _why_not_one_parameter(blocks: Sequence[nn.Module], optimizer: Any) -> str:
     kind = type(optimizer).__name__
     if not (steps_elementwise(optimizer) or acts_elementwise(optimizer)):
         return f"{kind} does not treat every element of a parameter by itself"
+    if place := held_elsewhere(optimizer):
+        return f"{kind} holds parameters in {place}, not in its groups alone"
     group_of = {
         id(p): at for at, group in enumerate(optimizer.param_groups) for p in group["params"]
     }

@@ -270,6 +270,7 @@ def test_only_optimizers_that_shards_mislead_are_warned_about() -> None:
     [said] = found["Trusted"]
     assert said.startswith("Trusted is not known to treat every element of a parameter by itself")
     assert "Step these by xla_fsdp.optim.WholeParameterOptimizer(params, Trusted, ...)" in said
+    assert "xla_fsdp.optim.ZeroRedundancyOptimizer(params, LBFGS, ...)" in found["closure"][0]
 
 
 def ignored_option(rank: int) -> list[str]:

@@ -7,7 +7,7 @@ one and three.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -217,3 +217,85 @@ def refused(device: torch.device) -> dict[str, str]:
 def test_changes_that_would_be_lost_are_refused(what: str, said: list[str]) -> None:
     found = launch(2, QUICK)["refused"][what]
     assert all(part in found for part in said), found
+
+
+# ---------------------------------------------------------------- in host memory
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: list[Tensor]
+
+
+class Takes(nn.Module):
+    """Takes tensors in containers of all kinds, through a unit inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, pair: Pair, *, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        batch["mask"].add_(1)
+        batch["hidden"] = self.inner(x + pair.first)
+        found = pair.second[0].t() * batch["mask"] * batch["scale"]
+        return self.out(batch["hidden"] + found), x
+
+
+def moved(model: nn.Module, on: torch.device, device: torch.device) -> dict[str, Any]:
+    """Return results and gradients for arguments on ``on``."""
+    values = [torch.linspace(-1, 1 + n, WIDTH * WIDTH).reshape(WIDTH, WIDTH) for n in range(4)]
+    x, first, second, mask = (value.to(on) for value in values)
+    x.requires_grad_()
+    given = {"mask": mask, "scale": torch.tensor(0.5, device=on)}
+    out, same = model(x, Pair(first, [second.t()]), batch=given)
+    out.float().square().mean().backward()
+    seen = {"out": out, "x.grad": x.grad, "hidden": given["hidden"]}
+    devices = [each.device == device for each in (out, same, given["hidden"])]
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    model.zero_grad()
+    kept = given["mask"] is mask and x.grad is not None and x.grad.device == on
+    values = {name: value.detach().cpu() for name, value in {**seen, **grads}.items()}
+    return {"values": values, "devices": devices, "kept": kept, "mask": mask.cpu()}
+
+
+def from_host(rank: int) -> dict[str, Any]:
+    import torch_xla
+
+    device, host = torch_xla.device(), torch.device("cpu")
+
+    def wrap(**options: Any) -> nn.Module:
+        model = make(Takes)
+        model.inner = fsdp(model.inner, **options)
+        return fsdp(model, **options)
+
+    def shard() -> nn.Module:
+        from xla_fsdp import fully_shard
+
+        model = make(Takes)
+        fully_shard(model.inner)
+        return fully_shard(model)
+
+    models = {
+        "wrapper": wrap(),
+        "flat, 16 bits": wrap(flatten_parameters=True, compute_dtype=torch.bfloat16),
+        "fully_shard": shard(),
+    }
+    return {
+        name: (moved(model, host, device), moved(model, device, device))
+        for name, model in models.items()
+    }
+
+
+@pytest.mark.parametrize("way", ["wrapper", "flat, 16 bits", "fully_shard"])
+def test_outermost_units_move_inputs_from_host_memory(way: str) -> None:
+    of_host, of_device = hosted(2)[way]
+    assert all(of_host["devices"])
+    assert of_host["kept"]
+    assert_close(of_host["values"], of_device["values"], atol=0)
+    # As of mask.to(device): what the forward changes is not the caller's tensor.
+    assert of_host["mask"].flatten()[0] == -1
+    assert of_device["mask"].flatten()[0] == 0
+
+
+hosted = cached_outcome(lambda num_ranks: run_on_ranks(from_host, num_ranks)[0])

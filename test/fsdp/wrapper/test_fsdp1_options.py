@@ -136,6 +136,33 @@ def test_units_inside_get_the_same_options() -> None:
     assert all(each == expected for each in found)
 
 
+@scenarios.add
+def own_options(rank: int) -> list[dict[str, Any]]:
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    model = make()
+    blocks = [each for each in model.modules() if isinstance(each, Block)]
+    own = {
+        "sharding_strategy": ShardingStrategy.FULL_SHARD,
+        "mixed_precision": None,
+        "use_orig_params": False,
+    }
+    model = fsdp(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda each: own if each is blocks[0] else each is blocks[1]),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        mixed_precision=MixedPrecision(param_dtype=BF16),
+    )
+    inner = model._fsdp_units()[1:]
+    return [{**facts(each), "dtype": each.config.compute_dtype} for each in inner]
+
+
+def test_a_policy_of_torch_gives_units_options_of_their_own() -> None:
+    first, second = result("own_options")
+    assert (first["reshards"], first["flat"], first["dtype"]) == (True, True, None)
+    assert (second["reshards"], second["flat"], second["dtype"]) == (False, False, BF16)
+
+
 # ---------------------------------------------------------------- contradictions
 
 

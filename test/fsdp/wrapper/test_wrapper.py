@@ -466,7 +466,9 @@ def test_misuse_is_explained() -> None:
     assert found["not a module"] == "TypeError: FSDP wraps an nn.Module, got int"
     assert found["twice"].startswith("ValueError: this module is sharded with FSDP already")
     assert found["list"].startswith("ValueError: ModuleList has no forward")
-    assert found["policy"].startswith("TypeError: auto_wrap_policy must be callable, got int")
+    assert found["policy"].startswith(
+        "TypeError: auto_wrap_policy must be callable, or a policy of"
+    )
     assert found["both"].startswith("ValueError: 0 is wrapped with FSDP already")
 
 

@@ -28,7 +28,11 @@ from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.clip_grad import check_gradients, get_total_norm
 from xla_fsdp.fsdp.engine.initial_state import MakesState
-from xla_fsdp.fsdp.engine.optimizer_traits import acts_elementwise, steps_elementwise
+from xla_fsdp.fsdp.engine.optimizer_traits import (
+    acts_elementwise,
+    needs_closure,
+    steps_elementwise,
+)
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
     is_sharded,
@@ -218,11 +222,16 @@ def _warn_unless_elementwise(optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
         stacks = [param for param in parts if getattr(param, "is_stack", False)]
         given = f"stacks, each of one parameter of {len(stacks[0])} blocks" if stacks else "shards"
+        by = (
+            f"Leave the model unsharded, and step it by xla_fsdp.optim.ZeroRedundancyOptimizer("
+            f"params, {name}, ...), which takes a closure,"
+            if needs_closure(optimizer)
+            else f"Step these by xla_fsdp.optim.WholeParameterOptimizer(params, {name}, ...),"
+        )
         warnings.warn(
             f"{name} is not known to treat every element of a parameter by itself, and was given "
-            f"{given}: its steps may differ from those of whole parameters. Step these by "
-            f"xla_fsdp.optim.WholeParameterOptimizer(params, {name}, ...), or say by a static "
-            f"method is_elementwise(options) of its class that they do not",
+            f"{given}: its steps may differ from those of whole parameters. {by} or say by a "
+            f"static method is_elementwise(options) of its class that they do not",
             stacklevel=4,
         )
 

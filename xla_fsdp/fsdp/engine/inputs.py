@@ -1,14 +1,16 @@
 """Run a forward on copies of its arguments' tensors, unnoticed by the caller.
 
-A unit computes with copies of its inputs, behind a barrier and in its compute dtype. The caller
+A unit computes with copies of its inputs, behind a barrier and in its compute dtype; an outermost
+one moves inputs from host memory to the device, as torch's FSDP does. The caller
 still sees what the forward does to the arguments, and the forward which of them share memory. What
 it returns goes through a node of autograd, and still shares memory with the arguments and with what
 else it returns.
 
 Invariants: the caller's containers are never copied. While the forward runs they hold the copies;
 after it, the caller's own tensors and what the forward has put there. A copy that was changed in
-place is written to the tensor it was made from. An output that is a copy, or a view of one, becomes
-the caller's tensor or the same view of it, unless the copy has another dtype.
+place is written to the tensor it was made from, if that is on the device. An output that is a copy,
+or a view of one, becomes the caller's tensor or the same view of it, unless the copy has another
+dtype or was moved.
 """
 
 from __future__ import annotations
@@ -318,7 +320,16 @@ def _is_hooked(tensor: Tensor) -> bool:
 
 def _can_be_returned(copy: Tensor, tensor: Tensor) -> bool:
     """Return whether a caller may get its own tensor in place of a copy of it."""
-    return copy is tensor or (copy.dtype == tensor.dtype and not _is_hooked(copy))
+    if copy is tensor:
+        return True
+    is_like = copy.dtype == tensor.dtype and not _is_moved(copy, tensor)
+    return is_like and not _is_hooked(copy)
+
+
+def _is_moved(copy: Tensor, tensor: Tensor) -> bool:
+    """Return whether ``copy`` was made of an argument in host memory. It is another tensor for the
+    caller, as that of ``tensor.to(device)``: changes of it stay with it."""
+    return on_device(copy) and not on_device(tensor)
 
 
 # ---------------------------------------------------------------- changes in place
@@ -355,9 +366,9 @@ class Changes:
         for at in changed:
             source, copy, base = self._sources[at], self._copies[at], self._bases[at]
             if base.grad_fn is not self._graphs[at]:
-                if copy is not source or on_device(copy):
+                if (copy is not source or on_device(copy)) and not _is_moved(copy, source):
                     known[id(base)] = base, self._owner(at)
-            elif copy is not source:
+            elif copy is not source and not _is_moved(copy, source):
                 # Without grad mode leaves can be changed too.
                 with torch.no_grad():
                     source.copy_(copy)
@@ -430,7 +441,9 @@ def _are_disjoint(a: Tensor, b: Tensor) -> bool:
 
 def _refuse_reshaped(lent: Sequence[Tensor], own: Sequence[Tensor]) -> None:
     for copy, tensor in zip(lent, own, strict=True):
-        if copy is not tensor and ops.is_reshaped(copy, tensor):
+        if copy is tensor or _is_moved(copy, tensor):
+            continue
+        if ops.is_reshaped(copy, tensor):
             raise ValueError(
                 f"an argument of shape {list(tensor.shape)} was reshaped in place in the forward "
                 f"of an FSDP unit (by unsqueeze_, t_ or resize_, say), which would be lost for the "

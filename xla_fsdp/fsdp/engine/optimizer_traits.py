@@ -111,6 +111,13 @@ def _after_steps(
     return param.detach()
 
 
+def needs_closure(optimizer: optim.Optimizer) -> bool:
+    """Return whether ``optimizer.step`` needs a closure, as that of LBFGS, which calls it as often
+    as the values that it has seen ask for."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer.step`` takes ``found_inf``, a tensor on the device that says
     whether to skip the step. An optimizer around another one has a property of this name."""

@@ -550,12 +550,15 @@ class FSDPState:
             )
 
     def cast_input(self, tensor: Tensor) -> Tensor:
-        """Return an input in the dtype that the unit computes with.
+        """Return an input in the dtype that the unit computes with. An outermost unit moves inputs
+        from host memory to its device.
 
         Raises:
             RuntimeError: if it is a shard.
         """
         refuse_shards([tensor], "passing it to a unit")
+        if tensor.device.type == "cpu" and not _running.units:
+            tensor = tensor.to(self.device)
         return _cast(tensor, self.config.input_dtype(of_root=self.settings.is_root))
 
     def cast_output(self, tensor: Tensor) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
 from collections import UserDict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from dataclasses import fields
 from functools import partial
 from typing import Any, cast
 
@@ -301,6 +304,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         **torch_options: Any,
     ) -> None:
         check_wrappable(module)
+        _check_names(type(self), torch_options)
         config = FSDPConfig(
             reshard_after_forward=reshard_after_forward,
             flatten_parameters=flatten_parameters,
@@ -363,6 +367,20 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
             f"flatten_parameters={config.flatten_parameters}, "
             f"reshard_after_forward={config.reshard_after_forward}"
         )
+
+
+def _check_names(wrapper: type, options: Mapping[str, Any]) -> None:
+    """Raise TypeError if ``options`` has names that ``TorchOptions`` does not know."""
+    taken = [each.name for each in fields(TorchOptions)]
+    wrong = [name for name in options if name not in taken]
+    if not wrong:
+        return
+    parameters = inspect.signature(XlaFullyShardedDataParallel.__init__).parameters.values()
+    taken += [each.name for each in parameters if each.kind is not each.VAR_KEYWORD][2:]
+    name = wrong[0]
+    near = difflib.get_close_matches(name, taken, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(taken))}"
+    raise TypeError(f"{wrapper.__name__} has no option {name}; {hint}")
 
 
 def _wrap_inside(

@@ -143,7 +143,9 @@ class _Plan:
         self.done.setdefault(feature, []).append(where)
 
     def leave_out(self, feature: str, where: str, why: str) -> None:
-        self.left_out.append(f"{feature}: left out for {where or self.kind}: {why}")
+        line = f"{feature}: left out for {where or self.kind}: {why}"
+        if line not in self.left_out:
+            self.left_out.append(line)
 
     def give_up_loops(self, why: str) -> None:
         """Tell that a forward showed why blocks run one by one."""
@@ -198,7 +200,7 @@ LOOPS = ("scan", "offload_activations")
 
 def _say(line: str) -> None:
     if ops.rank() == 0:
-        _logger.warning("parallelize: %s", line)
+        _logger.info("parallelize: %s", line)
 
 
 def _remat(recipe: Recipe) -> str | tuple[str, ...]:

@@ -618,6 +618,20 @@ def refuse_reduce_gradients_of(is_sharded: Callable[[Any], bool]) -> None:
     xm.reduce_gradients, xm._fetch_gradients = reduce_gradients, fetch_gradients
 
 
+@functools.cache
+def before_master_saves(check: Callable[[Any], None]) -> None:
+    """Let ``xm.save`` call ``check`` with the object first where it writes that of one rank."""
+    original = xm.save
+
+    @functools.wraps(original)
+    def save(data: Any, file_or_path: Any, master_only: bool = True, *args: Any, **kw: Any) -> None:
+        if master_only:
+            check(data)
+        original(data, file_or_path, master_only, *args, **kw)
+
+    xm.save = save
+
+
 _WOULD_MIX = (
     "parameters sharded by xla_fsdp. Their gradients are already reduced, and each rank holds "
     "different slices: averaging them would mix unrelated values"

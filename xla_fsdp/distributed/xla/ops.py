@@ -157,6 +157,11 @@ def world_size() -> int:
     return xr.world_size()
 
 
+def is_spmd() -> bool:
+    """Return whether the process has turned to SPMD: one program on all devices."""
+    return bool(xr.is_spmd())
+
+
 def runtime_started() -> bool:
     """Return whether torch_xla has created its devices; the environment is fixed from then on."""
     return torch_xla._XLAC._xla_runtime_is_initialized()

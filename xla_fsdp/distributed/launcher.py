@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from xla_fsdp.distributed.cpu_ranks import Failure, Run, current_rank_thread
 from xla_fsdp.distributed.preemption import Listening, listen
@@ -25,6 +25,8 @@ from xla_fsdp.distributed.process_state import ProcessState, root_logger_kept
 from xla_fsdp.distributed.tracebacks import forget_locals
 from xla_fsdp.distributed.whole_lines import whole_lines
 from xla_fsdp.tpu_flags import compiler_flags
+
+T = TypeVar("T")
 
 NUM_RANKS_VARIABLE = "XLA_FSDP_NUM_RANKS"
 NUMBER_VARIABLES = (NUM_RANKS_VARIABLE, "CPU_NUM_DEVICES")
@@ -65,14 +67,14 @@ class RankError(RuntimeError):
 
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     args: Sequence[Any] = (),
     *,
     num_ranks: int | None = None,
     start_method: str = "spawn",
     sync_timeout: float = SYNC_TIMEOUT,
     stop_signals: Sequence[signal.Signals] = (),
-) -> list[Any] | None:
+) -> list[T]:
     """Call ``fn(index, *args)`` on every rank.
 
     On CPU (``PJRT_DEVICE=CPU``, or unset and no TPU visible) the ranks are threads of this process:
@@ -95,8 +97,8 @@ def launch(
             ranks to stop; ``Preemption`` tells them. The caller must be the main thread.
 
     Returns:
-        On CPU the values ``fn`` returned, in rank order (inside a rank: this rank's only). None
-        where the ranks are processes.
+        On CPU the values ``fn`` returned, in rank order (inside a rank: this rank's only). Nothing,
+        [], where the ranks are processes.
 
     Raises:
         ValueError: ``num_ranks`` is not a number of ranks that can be started here, or
@@ -118,7 +120,7 @@ def launch(
         listening = Listening(fn, signals) if signals else fn
         with listen(signals, to_children=True):
             _launch_processes(listening, tuple(args), wanted, start_method)
-        return None
+        return []
     count = wanted or _default_num_ranks()
     if wanted is None and not _number_is_set():
         print(ONE_RANK, file=sys.stderr, flush=True)
@@ -132,7 +134,7 @@ def launch_script(
     args: Sequence[Any],
     num_ranks: int | None,
     start_state: Callable[[ProcessState, int], ProcessState],
-) -> list[Any] | None:
+) -> list[Any]:
     """Call ``fn`` on CPU ranks that start as processes would: one after the other, each with the
     process to itself until it makes a collective, wraps a module or ends.
 

@@ -9,7 +9,7 @@ from collections import UserDict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import fields
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -38,6 +38,11 @@ from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.fsdp.scan import scan_containers
 from xla_fsdp.fsdp.transformers_hooks import install_captures
 from xla_fsdp.wrap import Ignored, wrap_children
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from xla_fsdp.fsdp.option_types import TorchOptionTypes
 
 _INNER = "_fsdp_wrapped_module"
 
@@ -301,7 +306,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
         scan_layers: bool | str | Iterable[str] = False,
         scan_stacked: bool = False,
-        **torch_options: Any,
+        **torch_options: Unpack[TorchOptionTypes],
     ) -> None:
         check_wrappable(module)
         _check_names(type(self), torch_options)

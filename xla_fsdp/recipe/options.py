@@ -8,8 +8,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-NAMES = ("lean", "fast", "plain")
+Name = Literal["lean", "fast", "plain"]
+NAMES = get_args(Name)
 DTYPES = ("float32", "bfloat16", "float16")
 VERSION = 1
 
@@ -72,7 +74,7 @@ class Recipe:
         ValueError: for a value that a field cannot have.
     """
 
-    name: str = "lean"
+    name: Name = "lean"
     units: tuple[str, ...] | None = None
     remat: str | tuple[str, ...] | None = None
     scan: bool | None = None
@@ -222,7 +224,7 @@ class Recipe:
             raise ValueError(f"{source}: {error}") from None
 
     @classmethod
-    def of(cls, given: Recipe | Mapping[str, Any] | str) -> Recipe:
+    def of(cls, given: Recipe | Mapping[str, Any] | str | PathLike[str]) -> Recipe:
         """Return a recipe by name, from a file or of a dict of its fields; a recipe as it is.
 
         Raises:
@@ -236,9 +238,9 @@ class Recipe:
         if not isinstance(given, str | Path):
             raise TypeError(f"a recipe is a Recipe, a name, a file or a dict, not {given!r}")
         if given in NAMES:
-            return cls(str(given))
+            return cls(cast(Name, given))
         if Path(given).is_file():
-            return cls.load(given)
+            return cls.load(Path(given))
         raise ValueError(f"there is no recipe {str(given)!r}: give {_choices()}, or a file")
 
 

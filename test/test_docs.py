@@ -53,6 +53,13 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST_README
 
 
+def test_pages_say_what_can_be_installed_today() -> None:
+    """Nothing is on a package index; the page index.md says what will do once it is."""
+    published = re.compile(r"pip install '?xla_fsdp")
+    found = {path.name for path in ROOT.glob("docs/**/*.md") if published.search(path.read_text())}
+    assert found == {"index.md"}
+
+
 def test_messages_under_troubleshooting_are_those_of_the_package() -> None:
     shown = MESSAGES.findall((ROOT / "docs" / "troubleshooting.md").read_text())
     assert len(shown) > 50

@@ -167,6 +167,7 @@ def next_token_loss(
     """Mean cross entropy of the next tokens; tokens, targets and positions (by default 0 to length)
     are [N, length]."""
     mask = {"attention_mask": mask_of(model, tokens), "position_ids": positions}
+    targets = targets.contiguous()  # transformers takes a view of them as one row
     return model(tokens, labels=targets, shift_labels=targets, **mask).loss
 
 

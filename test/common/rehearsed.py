@@ -25,12 +25,14 @@ def build_step(
 
     Args:
         fault: "none"; or on one rank "infinite" (the inputs), "apart" (the parameters, of which
-            another rank has copies, are changed) or "raises".
+            another rank has copies, are changed) or "raises"; or "plain" (raises, too).
         way: "ordinary"; "in_backward" (steps), "in_loop" (so of stacked blocks), or "compiled".
         mesh: of replicas and shards.
         plain: number of ranks whose batches the plain model is given; 0 for the sharded one.
     """
     scale = 1 + torch.rand(())  # both sides draw the same
+    if plain and fault == "plain":
+        raise ValueError("view size is not\ncompatible")
     if plain:
         model, places = make(Net), range(plain)
     else:

@@ -891,7 +891,7 @@ def test_elsewhere_torch_xla_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     for num_ranks in (None, 1, 8):
         returned = launcher.launch(print, (1,), num_ranks=num_ranks, start_method="fork")
-        assert returned is None
+        assert returned == []
     one_process = [options["debug_single_process"] for _, options in calls]
     assert one_process == [False, True, False]
     assert {args for args, _ in calls} == {(print, (1,), "fork")}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -460,3 +461,14 @@ def test_the_trainer_as_it_comes_mixes_shards_or_makes_no_optimizer(tmp_path: Pa
         assert "equal on both ranks: True" in done.stdout, done.stderr
     else:
         assert "'NoneType' object has no attribute 'param_groups'" in done.stdout, done.stderr
+
+
+def test_the_configuration_of_fsdp_v2_is_refused_with_what_to_change() -> None:
+    from xla_fsdp.integrations.transformers import install
+
+    install()
+    args: Any = SimpleNamespace(fsdp_config={"xla": True, "xla_fsdp_v2": True})
+    with pytest.raises(ValueError, match=r"xla_fsdp_v2.*Take it out.*one rank for each chip"):
+        transformers.Trainer(None, args)
+    with pytest.raises(ValueError, match=r"xla_fsdp_v2"):
+        transformers.Trainer(args=args)

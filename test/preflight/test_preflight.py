@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from functools import partial
 from pathlib import Path
@@ -356,8 +357,29 @@ def test_ranks_are_numbered_core_first_then_x() -> None:
 
 
 @pytest.mark.parametrize(
+    ("cloud", "name"),
+    [
+        ("v5litepod-16", "v5e:4x4"),
+        ("v5e-16", "v5e:4x4"),
+        ("v6e-8", "v6e:2x4"),
+        ("v6e-256", "v6e:16x16"),
+        ("v5p-8", "v5p:2x2x1"),
+        ("v5p-128", "v5p:4x4x4"),
+        ("v4-64", "v4:2x4x4"),
+        ("v3-32", "v3:4x4"),
+        ("v5litepod-16*2", "v5e:4x4*2"),
+    ],
+)
+def test_the_names_of_cloud_are_taken(cloud: str, name: str) -> None:
+    assert find_topology(cloud) == find_topology(name)
+
+
+@pytest.mark.parametrize(
     ("name", "reason"),
     [
+        ("v4-1024", r"several shapes; give one of v4:4x4x32, v4:4x8x16, v4:8x8x8"),
+        ("v5p-6", "no slice of whole hosts; give a shape such as v5p:2x2x2"),
+        ("v9-8", "is no TPU topology"),
         ("v9:4x4", r"is no TPU topology; give one of v2:AxB"),
         ("v5e:4x4x4", "along 2 axes"),
         ("v4:4x4", "along 3 axes"),
@@ -438,6 +460,30 @@ def test_an_interruption_is_told_in_a_line(
     monkeypatch.setattr("xla_fsdp.preflight.__main__._load", interrupted)
     assert main(["json:dumps", "--run", "3"]) == 130
     assert capsys.readouterr().err == "xla_fsdp.preflight: interrupted\n"
+
+
+def test_a_run_that_fails_leaves_its_error_in_the_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails_for_large_batches(*_: Any, **options: Any) -> Report:
+        if options["batch"] > 2:
+            raise ValueError("no room for <this>")
+        return report()
+
+    monkeypatch.setattr("xla_fsdp.preflight.__main__.preflight", fails_for_large_batches)
+    monkeypatch.setattr("xla_fsdp.preflight.__main__.check_options", lambda *_: None)
+    files = ["--json", str(tmp_path / "all.json"), "--html", str(tmp_path / "all.html")]
+    assert main(["json:dumps", "--sweep", "batch=2,4", "--topology", "v5e-16", *files]) == 1
+    made, failed = json.loads((tmp_path / "all.json").read_text())
+    assert made["fits"]
+    assert failed == {
+        "topology": "v5e-16",
+        "options": {"batch": 4},
+        "error": "ValueError: no room for <this>",
+    }
+    text = (tmp_path / "all.html").read_text()
+    assert "v5e-16 batch=4</span>: ValueError: no room for &lt;this&gt;" in text
+    assert f"json:dumps, {datetime.date.today()}, xla_fsdp " in text
 
 
 def test_a_report_in_full() -> None:

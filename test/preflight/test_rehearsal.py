@@ -126,6 +126,19 @@ def test_steps_are_printed_beside_those_of_the_plain_model() -> None:
         assert float(norm) == pytest.approx(float(plain_norm), rel=1e-4)
 
 
+def test_ranks_run_where_the_plain_model_fails() -> None:
+    code, lines, errors = rehearsed("plain", steps=1)
+    assert (code, errors) == (0, [])
+    said = (
+        "the plain model raised ValueError: view size is not compatible; the ranks run without it"
+    )
+    assert lines[2] == said
+    _, loss, norm, finite, agree, _ = lines[4].split()
+    assert (finite, agree) == ("yes", "yes")
+    assert float(loss) > 0
+    assert float(norm) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "has_norm"), [("in_backward", True), ("in_loop", False), ("compiled", False)]

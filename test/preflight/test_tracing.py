@@ -38,7 +38,7 @@ OFFLOADED = {"offloaded": True, "kept": False}
 IN_UNIT = {"a unit reads": "reads", "computed on the host": "on the host"}
 
 
-def traced(name: str) -> dict[str, Any]:
+def traced(name: str) -> Any:
     """What is known of one case; run in the child."""
     from xla_fsdp.distributed.mesh import init_mesh, mesh_of
     from xla_fsdp.preflight.findings import about_groups
@@ -49,6 +49,8 @@ def traced(name: str) -> dict[str, Any]:
         return traced_in_little_memory()
     if name == "ended":
         return traced_without_inputs()
+    if name == "meta":
+        return traced_on_meta()
     if name == "reads":
         return traced_that_reads()
     if name == "frees":
@@ -492,6 +494,45 @@ def test_shards_and_moments_take_no_memory_and_are_told_apart() -> None:
     assert (found["kinds"], found["distinct"], found["zeros"]) == (True, 5, True)
     # What is small has its values, and what is large can still be read.
     assert found["read"] == [3.0, 0.0]
+
+
+def traced_on_meta() -> int:
+    """A Llama of transformers, built on the meta device by its own code; run in the child."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from xla_fsdp import parallelize
+    from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.tracing import trace_step
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+
+    def build_llama() -> Any:
+        import torch_xla
+
+        with torch.device("meta"):
+            plain = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
+        model, optimizer, _ = parallelize(plain, torch.optim.AdamW, "plain")
+        tokens = torch.zeros(2, 16, dtype=torch.long).to(torch_xla.device())
+
+        def step() -> None:
+            model(tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    found = trace_step(build_llama, find_topology("v5e:2x2").coords)
+    return sum(each.numel for each in found.parameters)
+
+
+def test_a_model_of_transformers_on_meta_needs_no_way_to_its_values() -> None:
+    done = run_warm("-m", "test.preflight.test_tracing", "meta")
+    assert done.returncode == 0, done.stderr
+    parameters = json.loads(done.stdout.splitlines()[-1])["meta"]
+    block = 2 * 64**2 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64
+    assert parameters == 2 * block + 2 * 128 * 64 + 64
 
 
 LARGE_WIDTH, LARGE_TOPOLOGY = 6144, "v5e:8x8"

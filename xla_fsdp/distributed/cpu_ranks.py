@@ -25,12 +25,19 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from xla_fsdp.distributed.advice import advice
 from xla_fsdp.distributed.process_state import ProcessState
 
 STACK_LINES = 4
 
 BUSY = 0.02
 """Share of one CPU; a process that uses less waits, even if it looks for something repeatedly."""
+
+ALL_RANKS = (
+    "inside `if rank == 0:` (save_checkpoint, full_state_dict, clip_grad_norm_, loss.item(), "
+    "xm.rendezvous)"
+)
+"""What is often called by one rank, and has to be called by all."""
 
 RankSetup = Callable[[int], None]
 """What a rank's thread does before or after the user's function, given its number."""
@@ -76,6 +83,8 @@ class Run:
     results: dict[int, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     finished: set[int] = field(default_factory=set)
+    files: dict[str, int] = field(default_factory=dict)
+    """Files of shards that ranks have saved, by absolute path, and by which rank."""
     in_collectives: set[int] = field(default_factory=set)
     """Ranks that have made collectives since they last passed the gate."""
 
@@ -298,7 +307,9 @@ class Run:
                 left[0],
                 f"ranks {waiting} wait in torch_xla.sync() to run {collective}, but ranks "
                 f"{left} have already returned. Every rank must take the same number of steps "
-                "and call the same collectives; look for uneven data or an early return.",
+                "and call the same collectives; look for uneven data (DataLoader(..., "
+                "drop_last=True) with a DistributedSampler), an early return, or a call for all "
+                f"ranks {ALL_RANKS}.",
             )
         )
 
@@ -446,6 +457,8 @@ class RankThread(threading.Thread):
             frames = frames.tb_next  # begin in the user's function
         error = error.with_traceback(frames or error.__traceback__)
         what = f"rank {self.rank} raised {type(error).__name__}: {error}".removesuffix(": ")
+        if to_do := advice(error):
+            what += f". {to_do}"
         self.rank_run.fail(Failure(self.rank, what, error))
 
 
@@ -481,5 +494,6 @@ def _difference(position: int, ranks_by_collective: dict[str, list[int]]) -> Fai
         odd_ones[0],
         f"the ranks differ in what they traced since they last met: number {position + 1} is "
         f"{what}. Every rank must call the same collectives in the same order, with equal shapes, "
-        "dtypes and groups; look for code that depends on the rank or on its data.",
+        "dtypes and groups; look for code that depends on the rank or on its data, such as a call "
+        f"for all ranks {ALL_RANKS}.",
     )

@@ -17,16 +17,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from xla_fsdp.distributed.cpu_ranks import Failure, Run, current_rank_thread
 from xla_fsdp.distributed.garbage import only_new_objects_collected
 from xla_fsdp.distributed.preemption import Listening, listen
 from xla_fsdp.distributed.process_state import ProcessState, root_logger_kept
 from xla_fsdp.distributed.tracebacks import forget_locals
+from xla_fsdp.distributed.whole_lines import whole_lines
 from xla_fsdp.tpu_flags import compiler_flags
 
+T = TypeVar("T")
+
 NUM_RANKS_VARIABLE = "XLA_FSDP_NUM_RANKS"
+NUMBER_VARIABLES = (NUM_RANKS_VARIABLE, "CPU_NUM_DEVICES")
 
 GRACE = 3.0
 """Seconds that the other ranks get to unwind after a failure."""
@@ -39,6 +43,11 @@ WARN_AFTER = 4.0
 
 START_PATIENCE = 60.0
 """Seconds without computing after which a rank that starts alone lets the next one start."""
+
+ONE_RANK = (
+    "xla_fsdp: launch starts one rank, as this is a CPU and nothing says how many; for eight: "
+    f"launch(fn, num_ranks=8), or {NUM_RANKS_VARIABLE}=8"
+)
 
 POLL = 0.2
 """Seconds between checks of a run."""
@@ -59,14 +68,14 @@ class RankError(RuntimeError):
 
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     args: Sequence[Any] = (),
     *,
     num_ranks: int | None = None,
     start_method: str = "spawn",
     sync_timeout: float = SYNC_TIMEOUT,
     stop_signals: Sequence[signal.Signals] = (),
-) -> list[Any] | None:
+) -> list[T]:
     """Call ``fn(index, *args)`` on every rank.
 
     On CPU (``PJRT_DEVICE=CPU``, or unset and no TPU visible) the ranks are threads of this process:
@@ -89,8 +98,8 @@ def launch(
             ranks to stop; ``Preemption`` tells them. The caller must be the main thread.
 
     Returns:
-        On CPU the values ``fn`` returned, in rank order (inside a rank: this rank's only). None
-        where the ranks are processes.
+        On CPU the values ``fn`` returned, in rank order (inside a rank: this rank's only). Nothing,
+        [], where the ranks are processes.
 
     Raises:
         ValueError: ``num_ranks`` is not a number of ranks that can be started here, or
@@ -112,8 +121,10 @@ def launch(
         listening = Listening(fn, signals) if signals else fn
         with listen(signals, to_children=True):
             _launch_processes(listening, tuple(args), wanted, start_method)
-        return None
+        return []
     count = wanted or _default_num_ranks()
+    if wanted is None and not _number_is_set():
+        print(ONE_RANK, file=sys.stderr, flush=True)
     with listen(signals, to_children=False):
         _prepare_process(count)
         return _run_cpu_ranks(fn, tuple(args), Run(count), sync_timeout)
@@ -124,7 +135,7 @@ def launch_script(
     args: Sequence[Any],
     num_ranks: int | None,
     start_state: Callable[[ProcessState, int], ProcessState],
-) -> list[Any] | None:
+) -> list[Any]:
     """Call ``fn`` on CPU ranks that start as processes would: one after the other, each with the
     process to itself until it makes a collective, wraps a module or ends.
 
@@ -168,8 +179,12 @@ def _checked(num_ranks: Any, name: str) -> int:
     return num_ranks
 
 
+def _number_is_set() -> bool:
+    return any(os.environ.get(name) for name in NUMBER_VARIABLES)
+
+
 def _default_num_ranks() -> int:
-    for name in (NUM_RANKS_VARIABLE, "CPU_NUM_DEVICES"):
+    for name in NUMBER_VARIABLES:
         text = os.environ.get(name)
         if text:
             return _checked(int(text) if text.strip().isdecimal() else text, name)
@@ -261,6 +276,7 @@ def _run_cpu_ranks(
         _crash_report(),
         _one_torch_thread(run.num_ranks),
         only_new_objects_collected(),
+        whole_lines(),
     ):
         supervise(run, start, sync_timeout)
     return [run.results.get(rank) for rank in range(run.num_ranks)]
@@ -334,8 +350,10 @@ def _warn_of_compilation(run: Run, late: list[int], warned: set[str]) -> None:
         f"xla_fsdp: ranks {others} have waited {WARN_AFTER:g} s in a collective for ranks {late}, "
         "which still compile: their program is another one. XLA ends the process about 15 s after "
         "the first began to wait. Let all ranks trace the same program: numbers that depend on the "
-        "rank as tensors, torch.tensor(rank).to(device), and the same tensors alive at "
-        "torch_xla.sync(). XLA_FLAGS=--xla_backend_optimization_level=0 shortens compilation.",
+        "rank as tensors, torch.tensor(rank).to(device), the same tensors alive at "
+        "torch_xla.sync(), values read (.item(), print) by all or by none, and batches of one "
+        "shape (a DataLoader's last one is smaller unless drop_last=True). "
+        "XLA_FLAGS=--xla_backend_optimization_level=0 shortens compilation.",
         file=sys.stderr,
         flush=True,
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 from weakref import WeakKeyDictionary
 
 import torch
@@ -80,6 +80,14 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Loaded(TypedDict):
+    """What ``load_checkpoint`` returns: the step, None if there was none, and what was given to
+    ``save_checkpoint`` as ``extra``."""
+
+    step: int | None
+    extra: Any
 
 
 @dataclass
@@ -349,7 +357,7 @@ def save_checkpoint(
     *,
     keep_last: int | None = None,
     asynchronous: bool = False,
-    file_format: str = "safetensors",
+    file_format: Literal["safetensors", "pth"] = "safetensors",
     take_over: bool = False,
 ) -> PendingSave:
     """Save a training job. Every rank calls it, outside of forward and backward, and writes its
@@ -453,7 +461,7 @@ def load_checkpoint(
     step: int | None = None,
     strict: bool = True,
     missing_ok: bool = False,
-) -> dict[str, Any]:
+) -> Loaded:
     """Load a checkpoint of ``save_checkpoint`` onto any number of ranks, units and sharding groups,
     flattened or not. Every rank calls it, and reads only what it needs.
 

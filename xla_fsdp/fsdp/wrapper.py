@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
 from collections import UserDict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from dataclasses import fields
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -35,6 +38,11 @@ from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.fsdp.scan import scan_containers
 from xla_fsdp.fsdp.transformers_hooks import install_captures
 from xla_fsdp.wrap import Ignored, Policy, wrap_children
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from xla_fsdp.fsdp.option_types import TorchOptionTypes
 
 _INNER = "_fsdp_wrapped_module"
 
@@ -298,9 +306,10 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
         scan_layers: bool | str | Iterable[str] = False,
         scan_stacked: bool = False,
-        **torch_options: Any,
+        **torch_options: Unpack[TorchOptionTypes],
     ) -> None:
         check_wrappable(module)
+        _check_names(type(self), torch_options)
         config = FSDPConfig(
             reshard_after_forward=reshard_after_forward,
             flatten_parameters=flatten_parameters,
@@ -369,6 +378,20 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
 
 def _without_none(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _check_names(wrapper: type, options: Mapping[str, Any]) -> None:
+    """Raise TypeError if ``options`` has names that ``TorchOptions`` does not know."""
+    taken = [each.name for each in fields(TorchOptions)]
+    wrong = [name for name in options if name not in taken]
+    if not wrong:
+        return
+    parameters = inspect.signature(XlaFullyShardedDataParallel.__init__).parameters.values()
+    taken += [each.name for each in parameters if each.kind is not each.VAR_KEYWORD][2:]
+    name = wrong[0]
+    near = difflib.get_close_matches(name, taken, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(taken))}"
+    raise TypeError(f"{wrapper.__name__} has no option {name}; {hint}")
 
 
 def _wrap_inside(

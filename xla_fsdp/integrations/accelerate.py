@@ -155,7 +155,7 @@ class Accelerator(accelerate.Accelerator):
             return model
         if self._recipe is not None:
             own = next((each for each in optimizers if _holds_any(each, model.parameters())), None)
-            sharded = parallelize(model, own, self._recipe)
+            sharded = parallelize(model, own, Recipe.of(self._recipe))
             self.recipes.append(sharded.recipe)
             return sharded.model
         return model if self._shard is None else self._shard(model)

@@ -1,7 +1,7 @@
 """transformers' ``Trainer`` on sharded models: ``install()``, once, before it is used.
 
 Methods of ``Trainer`` are replaced, also for its subclasses. They call the original unless the
-trainer has ``fsdp_config={"xla": True, ...}`` (and not ``xla_fsdp_v2``). Gradients are handled by
+trainer has ``fsdp_config={"xla": True, ...}``; ``xla_fsdp_v2`` is refused. Gradients are handled by
 ``integrations.accelerate``. A checkpoint directory holds the merged model as ``save_pretrained``
 writes it, and shards of model, optimizer and scheduler in ``xla_fsdp``.
 """
@@ -72,6 +72,19 @@ def _with_original(original: Original, replacement: Callable[..., Any]) -> Calla
 
 
 # ---------------------------------------------------------------- wrapping
+
+
+def _init(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments.get("args")
+    config = getattr(given, "fsdp_config", None)
+    if isinstance(config, Mapping) and config.get("xla_fsdp_v2") and not ops.is_spmd():
+        raise ValueError(
+            'fsdp_config has "xla_fsdp_v2": true, which asks for FSDPv2: SPMD in one process, and '
+            "not this package. Take it out, so that xla_fsdp.integrations.transformers shards "
+            '(fsdp_config={"xla": true, ...}, one rank for each chip); or call '
+            "torch_xla.runtime.use_spmd() and leave install() out"
+        )
+    original(*args, **kwargs)
 
 
 def _wrap_model(original: Original, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -303,6 +316,7 @@ def _inner(optimizer: Any) -> Any:
 
 # Methods of ``Trainer`` and their replacements, called as ``function(original, trainer, ...)``.
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "__init__": _init,
     "_wrap_model": _wrap_model,
     "save_model": _save_model,
     "_save_optimizer_and_scheduler": _save_train_state,

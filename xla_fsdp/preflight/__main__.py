@@ -33,9 +33,9 @@ from xla_fsdp.preflight.api import (
     preflight,
 )
 from xla_fsdp.preflight.compiler import CompileError
-from xla_fsdp.preflight.html import page, tuned_page
+from xla_fsdp.preflight.html import about_run, page, tuned_page
 from xla_fsdp.preflight.rehearsal import PLAIN, RehearsalError, rehearse
-from xla_fsdp.preflight.report import Report, full_text, options_text, table
+from xla_fsdp.preflight.report import Failed, Report, full_text, table
 from xla_fsdp.preflight.topologies import GIB, find_topology, known_names
 from xla_fsdp.preflight.tuned import Tuned
 from xla_fsdp.preflight.tuning import DEPTH, RECIPE, InterruptedSearch, tune
@@ -75,12 +75,13 @@ def _main(argv: Sequence[str] | None) -> int:
     if options.run:
         return _rehearse_all(build_step, runs, options)
     warnings.simplefilter("ignore", PreflightWarning)  # reports show them
-    reports = [report for run in runs if (report := _examine(build_step, *run, options))]
+    found = [_examine(build_step, *run, options) for run in runs]
+    reports = [each for each in found if isinstance(each, Report)]
     if len(reports) == 1:
         print(full_text(reports[0]))
     elif reports:
         print(table(reports))
-    _write(reports, options)
+    _write(found, options)
     return 0 if len(reports) == len(runs) and all(report.fits for report in reports) else 1
 
 
@@ -227,7 +228,7 @@ def _show_tuned(tuned: Tuned, options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(tuned.to_json())
     if options.html:
-        options.html.write_text(tuned_page(tuned))
+        options.html.write_text(tuned_page(tuned, about_run(options.target)))
 
 
 def _check_writable(*paths: Path | None) -> None:
@@ -335,7 +336,7 @@ def _examine(
     topology: str,
     keywords: dict[str, Any],
     options: argparse.Namespace,
-) -> Report | None:
+) -> Report | Failed:
     try:
         return preflight(
             build_step,
@@ -348,8 +349,7 @@ def _examine(
         )
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         _progress("")
-        _complain(error, topology, keywords, options)
-        return None
+        return _complain(error, topology, keywords, options)
 
 
 def _rehearse_all(
@@ -387,12 +387,14 @@ def _rehearse(
 
 def _complain(
     error: BaseException, topology: str, keywords: dict[str, Any], options: argparse.Namespace
-) -> None:
+) -> Failed:
+    """Print what went wrong with a run, and return it for the files."""
     if options.traceback:
         traceback.print_exc()
-    run = f"{topology} {options_text(describe_options(keywords))}".rstrip()
+    failed = Failed(topology, describe_options(keywords), _reason(error, with_hint=False))
     reason = _reason(error, with_hint=not options.traceback)
-    print(f"xla_fsdp.preflight: {run}: {reason}", file=sys.stderr)
+    print(f"xla_fsdp.preflight: {failed.run}: {reason}", file=sys.stderr)
+    return failed
 
 
 def _reason(error: BaseException, *, with_hint: bool) -> str:
@@ -407,12 +409,14 @@ def _progress(line: str) -> None:
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
-def _write(reports: Sequence[Report], options: argparse.Namespace) -> None:
+def _write(found: Sequence[Report | Failed], options: argparse.Namespace) -> None:
     _progress("")
     if options.json:
-        options.json.write_text(json.dumps([json.loads(each.to_json()) for each in reports]))
+        options.json.write_text(json.dumps([json.loads(each.to_json()) for each in found]))
     if options.html:
-        options.html.write_text(page(reports))
+        reports = [each for each in found if isinstance(each, Report)]
+        failed = [each for each in found if isinstance(each, Failed)]
+        options.html.write_text(page(reports, failed, about_run(options.target)))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Way:
 
 def recipe_text(recipe: Recipe) -> str:
     """Return a recipe in a line: its name, the fields that are set, and the mesh."""
-    words = [recipe.name]
+    words: list[str] = [recipe.name]
     for field in dataclasses.fields(Recipe):
         value = getattr(recipe, field.name)
         if field.init and value is not None and field.name not in ("name", "mesh"):

@@ -5,15 +5,20 @@ Invariants: no scripts and nothing to load; names, options and findings are esca
 
 from __future__ import annotations
 
+import datetime
 import math
+import shlex
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import metadata
 
 from xla_fsdp.preflight.report import (
     HEADINGS,
     MB,
     PARTS,
+    Failed,
     Memory,
     Moment,
     Report,
@@ -30,6 +35,7 @@ from xla_fsdp.preflight.tuned import Candidate, Tuned
 _STYLE = (
     ":root{color-scheme:light}"
     "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:72em;padding:0 1.5em;"
+    "overflow-wrap:anywhere;"
     "color:#222;background:#fff}"
     "h1{margin-bottom:0}h2{margin-top:2.2em;border-bottom:1px solid #ddd;padding-bottom:.2em}"
     ".wide{overflow-x:auto}table{border-collapse:collapse;white-space:nowrap;font-size:14px}"
@@ -46,6 +52,10 @@ _STYLE = (
     ".legend i{display:inline-block;width:.9em;height:.9em;margin-right:.35em;"
     "vertical-align:-.1em}pre{overflow-x:auto;background:#f7f7f7;padding:.8em;font-size:13px}"
     ".note{color:#555}"
+    "@media(prefers-color-scheme:dark){:root{color-scheme:dark}body{color:#ddd;background:#181818}"
+    "tr:nth-child(odd) td,pre{background:#262626}svg text{fill:#ccc}line.grid{stroke:#444}"
+    "line.peak{stroke:#ddd}.note{color:#aaa}.no{color:#ff8a80}.yes{color:#81c784}"
+    "h2{border-color:#444}}"
 )
 
 _COLORS = {
@@ -58,19 +68,46 @@ _COLORS = {
 _RECIPE_COLORS = {"lean": "#4c78a8", "fast": "#f58518", "plain": "#54a24b"}
 
 
-def page(reports: Sequence[Report]) -> str:
-    """Return an HTML page of reports."""
+def about_run(target: str) -> str:
+    """Return in a line what is looked at, by which command and versions, and when."""
+    packages = ("xla_fsdp", "torch", "torch_xla", "jaxlib", "libtpu")
+    versions = ", ".join(f"{name} {_version(name)}" for name in packages)
+    command = shlex.join(["python", "-m", "xla_fsdp.preflight", *sys.argv[1:]])
+    return f"{target}, {datetime.date.today()}, {versions}: {command}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def page(reports: Sequence[Report], failed: Sequence[Failed] = (), about: str = "") -> str:
+    """Return an HTML page.
+
+    Args:
+        reports: of the runs that compiled.
+        failed: the other runs.
+        about: of ``about_run``.
+    """
     rows = "".join(map(_row, reports))
     headings = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
     return _document(
         f'<p class="note">One training step per rank, as the TPU compiler makes it.</p>'
+        f"{''.join(map(_failure, failed))}"
         f'<div class="wide"><table><tr>{headings}</tr>{rows}</table></div>'
         f"<h2>Memory against the chip's capacity</h2>{_legend()}{_memory_bars(reports)}"
-        f"{''.join(map(_section, reports))}"
+        f"{''.join(map(_section, reports))}",
+        about,
     )
 
 
-def tuned_page(tuned: Tuned) -> str:
+def _failure(failed: Failed) -> str:
+    return f'<p><span class="no">{escape(failed.run)}</span>: {escape(failed.error)}</p>'
+
+
+def tuned_page(tuned: Tuned, about: str = "") -> str:
     """Return an HTML page of a search: what was tried, and the report on the best."""
     headings = "".join(f"<th>{escape(heading)}</th>" for heading in TUNED_HEADINGS)
     best = tuned.best
@@ -81,7 +118,8 @@ def tuned_page(tuned: Tuned) -> str:
         f"{_scatter(tuned)}"
         f'<div class="wide"><table class="tuned"><tr>{headings}</tr>'
         f"{''.join(_tuned_row(tuned, each) for each in tuned.ranking())}</table></div>"
-        f"{_section(best.report) if best and best.report else ''}"
+        f"{_section(best.report) if best and best.report else ''}",
+        about,
     )
 
 
@@ -90,7 +128,8 @@ def _tuned_row(tuned: Tuned, candidate: Candidate) -> str:
     return f"<tr>{''.join(columns)}</tr>"
 
 
-def _document(body: str) -> str:
+def _document(body: str, about: str) -> str:
+    body = (f'<p class="note">{escape(about)}</p>' if about else "") + body
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'

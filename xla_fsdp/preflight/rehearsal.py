@@ -184,7 +184,8 @@ def rehearse(
         build_step: as for ``preflight``, called on every rank; the step that it returns should
             return the loss. If it has a keyword ``plain``, it is called once more with the number
             of ranks as ``plain``, and is to return a step of the plain model on the batches of all
-            ranks together, which is made without torch_xla.
+            ranks together, which is made without torch_xla. If that raises, ``tell`` is told, and
+            the ranks have nothing beside them.
         topology: name of the slice, as ``find_topology`` takes it.
         steps: number of steps.
         mesh: passed on as ``build_step(mesh=mesh, ...)``, as by ``preflight``.
@@ -198,8 +199,7 @@ def rehearse(
         RehearsalError: if it does not fit this machine's memory.
         CompileError: if JAX is not installed.
         RankError: if a rank failed.
-        RuntimeError: if the plain model failed, or torch_xla has started in this process with fewer
-            CPU devices than ranks.
+        RuntimeError: if torch_xla has started in this process with fewer CPU devices than ranks.
     """
     _check_request(steps, options)
     slice_ = find_topology(topology)
@@ -225,7 +225,7 @@ def rehearse(
         say(f"{steps} step(s) of {slice_.num_ranks} ranks on this machine: {needs.text(steps)}")
         check_fits(topology, needs, steps)
         random_state.restore()
-        plain = _plain_steps(build_step, slice_.num_ranks, options, steps, show)
+        plain = _plain_steps(build_step, slice_.num_ranks, options, steps, show, say)
         random_state.restore()
         table = Table(slice_.num_ranks, plain, say)
         first = len(chips.runs)
@@ -509,14 +509,17 @@ def _plain_steps(
     options: dict[str, Any],
     steps: int,
     show: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> list[_PlainStep]:
-    """Make the steps of the plain model, if there is one."""
+    """Make the steps of the plain model, if there is one; say so if it fails."""
     if PLAIN not in inspect.signature(build_step).parameters:
         return []
     try:
         return [*_made_plainly(build_step, {**options, PLAIN: num_ranks}, steps, show)]
     except Exception as error:  # the user's code may raise anything
-        raise RuntimeError(f"the plain model raised {type(error).__name__}: {error}") from error
+        text = " ".join(str(error).split())
+        say(f"the plain model raised {type(error).__name__}: {text}; the ranks run without it")
+        return []
 
 
 def _made_plainly(

@@ -199,6 +199,30 @@ class Report:
         return json.dumps({**derived, **asdict(self)}, indent=1, default=str)
 
 
+@dataclass(frozen=True)
+class Failed:
+    """A run of which there is no report.
+
+    Args:
+        topology: name of the slice.
+        options: of the user's function, as text.
+        error: what was raised.
+    """
+
+    topology: str
+    options: Mapping[str, Any]
+    error: str
+
+    @property
+    def run(self) -> str:
+        """Topology and options in a line."""
+        return f"{self.topology} {options_text(self.options)}".rstrip()
+
+    def to_json(self) -> str:
+        """Return all of it as JSON."""
+        return json.dumps(asdict(self), indent=1, default=str)
+
+
 def shortage(device: float, host: float) -> str:
     """Return in words the bytes that a chip and its host lack: those that are above 0."""
     lacking = {"": device, " of the host's memory": host}

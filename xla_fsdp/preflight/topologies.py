@@ -1,8 +1,9 @@
 """TPU topologies by name: their ranks, the ranks' coordinates on the torus, figures of a chip.
 
 A topology is a generation and the chips along each torus axis, ``v5e:4x4``, or several such slices,
-``v5e:4x4*2``, joined by the data-center network. A rank is a chip, or on v2 and v3 one of a chip's
-two cores.
+``v5e:4x4*2``, joined by the data-center network. Cloud TPU's names, ``v5litepod-16``, which count
+chips, or on v2, v3, v4 and v5p cores, are taken where one shape has so many. A rank is a chip, or
+on v2 and v3 one of a chip's two cores.
 
 Invariants: as in torch_xla, rank r is the device with the r-th id; ids count the cores of a chip
 first, then x, y and z, then slices.
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 MIB, GIB, GB = 2**20, 2**30, 10**9
@@ -110,7 +113,8 @@ class Topology:
 
 
 def find_topology(name: str) -> Topology:
-    """Return the topology called ``name``, such as ``v5e:4x4``, or ``v5e:4x4*2`` for two slices.
+    """Return the topology called ``name``, such as ``v5e:4x4``, or ``v5e:4x4*2`` for two slices; of
+    Cloud TPU's name of a slice, such as ``v5litepod-16``, the one of that size.
 
     Raises:
         ValueError: if the generation is not known, the shape is no product of sizes, has the wrong
@@ -119,6 +123,7 @@ def find_topology(name: str) -> Topology:
     """
     if not isinstance(name, str):
         raise TypeError(f"topology is {name!r}; give a name such as 'v5e:4x4'")
+    name = _of_cloud(name) or name
     generation, _, rest = name.partition(":")
     layout, star, count = rest.partition("*")
     if generation not in CHIPS:
@@ -141,13 +146,57 @@ def find_topology(name: str) -> Topology:
     return Topology(name, chip, shape, int(count) if star else 1)
 
 
+_CLOUD_NAME = re.compile(r"(v[0-9]+[a-z]*)-([0-9]+)(\*[0-9]+)?", re.ASCII)
+_CLOUD_GENERATIONS = {"v5litepod": "v5e", "v5lite": "v5e"}
+_COUNTED_IN_CORES = ("v2", "v3", "v4", "v5p")
+_CUBE = 4
+"""Chips along each side of the cubes that larger slices of three axes consist of."""
+
+
+def _of_cloud(name: str) -> str:
+    """Return the name of the topology that Cloud TPU calls ``name``; "" if that is no such name.
+
+    Raises:
+        ValueError: if no shape, or more than one, has so many chips.
+    """
+    match = _CLOUD_NAME.fullmatch(name)
+    if match is None:
+        return ""
+    generation = _CLOUD_GENERATIONS.get(match[1], match[1])
+    if generation not in CHIPS:
+        return ""
+    chips = int(match[2]) / (2 if generation in _COUNTED_IN_CORES else 1)
+    shapes = [shape for shape in _shapes(CHIPS[generation]) if math.prod(shape) == chips]
+    names = [f"{generation}:{'x'.join(map(str, shape))}{match[3] or ''}" for shape in shapes]
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise ValueError(f"{name!r} has several shapes; give one of {', '.join(names)}")
+    raise ValueError(
+        f"{name!r} is no slice of whole hosts; give a shape such as {example(generation)}"
+    )
+
+
+def _shapes(chip: Chip) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of slices that Cloud TPU has: nearly squares, or of cubes."""
+    sizes = [2**power for power in range(10)]
+    for shape in itertools.combinations_with_replacement(sizes, chip.num_axes):
+        if chip.num_axes == 2:
+            if shape[0] >= 2 and shape[1] <= 2 * shape[0]:
+                yield shape
+        elif all(size % _CUBE == 0 for size in shape):
+            yield shape
+    if chip.num_axes > 2:
+        yield from ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+
+
 def known_names() -> str:
     """Return the forms of the names that ``find_topology`` takes, as text for messages."""
     forms = {2: "AxB", 3: "AxBxC"}
     names = ", ".join(
         f"{name}:{forms[chip.num_axes]} (such as {example(name)})" for name, chip in CHIPS.items()
     )
-    return f"{names}; with *N for N slices"
+    return f"{names}; with *N for N slices; or Cloud TPU's names (such as v5litepod-16)"
 
 
 def example(generation: str) -> str:

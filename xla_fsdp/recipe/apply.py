@@ -10,8 +10,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from os import PathLike
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 import torch
 from torch import nn
@@ -45,8 +46,16 @@ from xla_fsdp.recipe.causal_lm import (
     trace_masks,
     why_not_streamed,
 )
-from xla_fsdp.recipe.options import SWITCHES, Recipe
+from xla_fsdp.recipe.options import SWITCHES, Name, Recipe
 from xla_fsdp.wrap import Ignored, Policy, has_forward, wrap_children
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from xla_fsdp.fsdp.option_types import WrapperOptionTypes
+
+O = TypeVar("O")  # noqa: E741
+OPT = TypeVar("OPT", bound=Optimizer)
 
 ENDS = (LinearCrossEntropy, StreamedEmbedding)
 OWN_CHECKPOINTING = "gradient_checkpointing"  # attribute of models and layers of transformers
@@ -56,23 +65,58 @@ OWNED = ("auto_wrapper_callable", "scan_layers", "scan_stacked")
 _logger = logging.getLogger("xla_fsdp")
 
 
-class Parallelized(NamedTuple):
-    """What ``parallelize`` returns: the sharded model, its optimizer, and the recipe with what was
-    chosen, whose ``explain()`` prints it."""
+if TYPE_CHECKING:
 
-    model: XlaFullyShardedDataParallel
-    optimizer: Any
-    recipe: Recipe
+    class Parallelized(NamedTuple, Generic[O]):  # from Python 3.11 on it could run like this
+        model: XlaFullyShardedDataParallel
+        optimizer: O
+        recipe: Recipe
+else:
+
+    class Parallelized(NamedTuple):
+        """What ``parallelize`` returns: the sharded model, its optimizer, and the recipe with what
+        was chosen, whose ``explain()`` prints it."""
+
+        model: XlaFullyShardedDataParallel
+        optimizer: Any
+        recipe: Recipe
 
 
+@overload
 def parallelize(
     model: nn.Module,
-    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
-    recipe: Recipe | str = "lean",
+    optimizer: None = None,
+    recipe: Recipe | Name | PathLike[str] = "lean",
+    *,
+    auto_wrap_policy: Policy | None = None,
+    **options: Unpack[WrapperOptionTypes],
+) -> Parallelized[None]: ...
+@overload
+def parallelize(
+    model: nn.Module,
+    optimizer: OPT,
+    recipe: Recipe | Name | PathLike[str] = "lean",
+    *,
+    auto_wrap_policy: Policy | None = None,
+    **options: Unpack[WrapperOptionTypes],
+) -> Parallelized[OPT]: ...
+@overload
+def parallelize(
+    model: nn.Module,
+    optimizer: Callable[[Iterable[nn.Parameter]], O],
+    recipe: Recipe | Name | PathLike[str] = "lean",
+    *,
+    auto_wrap_policy: Policy | None = None,
+    **options: Unpack[WrapperOptionTypes],
+) -> Parallelized[O]: ...
+def parallelize(
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Any] | None = None,
+    recipe: Recipe | str | PathLike[str] = "lean",
     *,
     auto_wrap_policy: Policy | None = None,
     **options: Any,
-) -> Parallelized:
+) -> Parallelized[Any]:
     """Shard ``model`` and its optimizer with every feature of this package that the recipe wants
     and the model allows.
 
@@ -92,7 +136,8 @@ def parallelize(
             same groups; it has made no steps. Or a function that makes one of the sharded
             parameters, as ``partial(AdamW, lr=1e-3)``, for classes that wrap an optimizer. None
             leaves it to you to make one afterwards.
-        recipe: a ``Recipe``, "lean", "fast" or "plain", or the file of a saved one.
+        recipe: a ``Recipe``, "lean", "fast" or "plain", or the file of a saved one (for type
+            checkers a ``Path``).
         auto_wrap_policy: chooses the units instead; see ``xla_fsdp.wrap``.
         options: other options of ``XlaFullyShardedDataParallel``, for all units.
 
@@ -150,7 +195,9 @@ class _Plan:
         self.done.setdefault(feature, []).append(where)
 
     def leave_out(self, feature: str, where: str, why: str) -> None:
-        self.left_out.append(f"{feature}: left out for {where or self.kind}: {why}")
+        line = f"{feature}: left out for {where or self.kind}: {why}"
+        if line not in self.left_out:
+            self.left_out.append(line)
 
     def give_up_loops(self, why: str) -> None:
         """Tell that a forward showed why blocks run one by one."""
@@ -205,7 +252,7 @@ LOOPS = ("scan", "offload_activations")
 
 def _say(line: str) -> None:
     if ops.rank() == 0:
-        _logger.warning("parallelize: %s", line)
+        _logger.info("parallelize: %s", line)
 
 
 def _remat(recipe: Recipe) -> str | tuple[str, ...]:

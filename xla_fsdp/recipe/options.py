@@ -8,8 +8,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar, cast, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-NAMES = ("lean", "fast", "plain")
+Name = Literal["lean", "fast", "plain"]
+NAMES = get_args(Name)
 DTYPES = ("float32", "bfloat16", "float16")
 VERSION = 1
 
@@ -72,7 +74,7 @@ class Recipe:
         ValueError: for a value that a field cannot have.
     """
 
-    name: str = "lean"
+    name: Name = "lean"
     units: tuple[str, ...] | None = None
     remat: str | tuple[str, ...] | None = None
     scan: bool | None = None
@@ -86,8 +88,8 @@ class Recipe:
     mesh: Mapping[str, int] | tuple[tuple[str, int], ...] | None = None
     # What parallelize did. A list, as the first forward may show that blocks cannot be a loop.
     _report: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    # The model and the optimizer to which it was applied.
-    _state: tuple[Any, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    # The model and the optimizer to which it was applied. No field: copies have been applied to none.
+    _state: ClassVar[tuple[Any, ...] | None] = None
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, Mapping):
@@ -101,7 +103,7 @@ class Recipe:
             raise ValueError("Recipe: " + "; ".join(problems))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_state": None}  # a copy has been applied to nothing
+        return {name: each for name, each in vars(self).items() if name != "_state"}
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -237,7 +239,7 @@ class Recipe:
             raise ValueError(f"{source}: {error}") from None
 
     @classmethod
-    def of(cls, given: Recipe | Mapping[str, Any] | str) -> Recipe:
+    def of(cls, given: Recipe | Mapping[str, Any] | str | PathLike[str]) -> Recipe:
         """Return a recipe by name, from a file or of a dict of its fields; a recipe as it is.
 
         Raises:
@@ -251,9 +253,9 @@ class Recipe:
         if not isinstance(given, str | Path):
             raise TypeError(f"a recipe is a Recipe, a name, a file or a dict, not {given!r}")
         if given in NAMES:
-            return cls(str(given))
+            return cls(cast(Name, given))
         if Path(given).is_file():
-            return cls.load(given)
+            return cls.load(Path(given))
         raise ValueError(f"there is no recipe {str(given)!r}: give {_choices()}, or a file")
 
 

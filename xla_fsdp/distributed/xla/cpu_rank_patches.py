@@ -14,10 +14,12 @@ import inspect
 import os
 import queue
 import re
+import resource
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +74,7 @@ def run_slot() -> RunSlot:
     _replace_spawn(slot)
     _replace_process_groups(slot)
     _replace_loader_thread(slot)
+    _replace_memory_info()
     _prepare_forks(slot)
     return slot
 
@@ -494,6 +497,26 @@ class _Told:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+def _replace_memory_info() -> None:
+    """Let ``xm.get_memory_info`` answer for CPU devices: with the memory of the process, which all
+    ranks share, and of the machine."""
+    original = torch_xla._XLAC._xla_memory_info
+
+    def memory_info(on: str) -> dict[str, int]:
+        if xr.device_type() != "CPU":
+            return original(on)
+        page = os.sysconf("SC_PAGE_SIZE")
+        used = int(Path("/proc/self/statm").read_text().split()[1]) * page
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {
+            "bytes_used": used,
+            "bytes_limit": os.sysconf("SC_PHYS_PAGES") * page,
+            "peak_bytes_used": max(used, peak),  # the kernel counts the two apart
+        }
+
+    torch_xla._XLAC._xla_memory_info = memory_info
 
 
 def _prepare_forks(slot: RunSlot) -> None:

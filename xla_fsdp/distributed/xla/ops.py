@@ -157,6 +157,11 @@ def world_size() -> int:
     return xr.world_size()
 
 
+def is_spmd() -> bool:
+    """Return whether the process has turned to SPMD: one program on all devices."""
+    return bool(xr.is_spmd())
+
+
 def runtime_started() -> bool:
     """Return whether torch_xla has created its devices; the environment is fixed from then on."""
     return torch_xla._XLAC._xla_runtime_is_initialized()
@@ -621,6 +626,20 @@ def refuse_reduce_gradients_of(is_sharded: Callable[[Any], bool]) -> None:
         return fetch(optimizer)
 
     xm.reduce_gradients, xm._fetch_gradients = reduce_gradients, fetch_gradients
+
+
+@functools.cache
+def before_master_saves(check: Callable[[Any], None]) -> None:
+    """Let ``xm.save`` call ``check`` with the object first where it writes that of one rank."""
+    original = xm.save
+
+    @functools.wraps(original)
+    def save(data: Any, file_or_path: Any, master_only: bool = True, *args: Any, **kw: Any) -> None:
+        if master_only:
+            check(data)
+        original(data, file_or_path, master_only, *args, **kw)
+
+    xm.save = save
 
 
 _WOULD_MIX = (

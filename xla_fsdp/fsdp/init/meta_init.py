@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.placement import TensorPlacement, placement_in
+from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param import (
     known_materialized,
     known_shard,
@@ -38,7 +39,8 @@ def materialize(
         The meta tensors, by the id of the tensor that has replaced each.
 
     Raises:
-        ValueError: if a module has no ``reset_parameters``, and there is no ``param_init_fn``.
+        ValueError: if a module has no ``reset_parameters``, and there is no ``param_init_fn``;
+            not on ranks whose programs are only compiled.
     """
     allocator = _Allocator(managed.ignored)
     for name, owner in managed.modules():
@@ -143,6 +145,8 @@ def _param_like(value: Tensor, other: Tensor) -> nn.Parameter:
 
 def _reset_parameters(name: str, owner: nn.Module) -> Callable[[nn.Module], None]:
     if not callable(getattr(owner, "reset_parameters", None)):
+        if not ops.runtime().executes():  # nothing reads the values
+            return lambda target: None
         raise ValueError(
             f"{name or 'the module'} ({type(owner).__name__}) is on the meta device and has no "
             f"reset_parameters(). Pass param_init_fn to initialize it"

@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, overload
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -52,20 +52,33 @@ FIRST = "the first step"
 _log = logging.getLogger("xla_fsdp")
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Unknown = Literal["raise", "trace"]
+
+
 @overload
 def compile_step(
-    step: Callable[..., Any], *, state: Any = None, check: int | None = None, unknown: str = "raise"
-) -> CompiledStep: ...
+    step: Callable[P, T],
+    *,
+    state: Any = None,
+    check: int | None = None,
+    unknown: Unknown = "raise",
+) -> CompiledStep[P, T]: ...
 @overload
 def compile_step(
-    step: None = None, *, state: Any = None, check: int | None = None, unknown: str = "raise"
-) -> Callable[[Callable[..., Any]], CompiledStep]: ...
+    step: None = None,
+    *,
+    state: Any = None,
+    check: int | None = None,
+    unknown: Unknown = "raise",
+) -> Callable[[Callable[P, T]], CompiledStep[P, T]]: ...
 def compile_step(
     step: Callable[..., Any] | None = None,
     *,
     state: Any = None,
     check: int | None = None,
-    unknown: str = "raise",
+    unknown: Unknown = "raise",
 ) -> Any:
     """Make a training or evaluation step that is traced a few times and then replayed.
 
@@ -156,26 +169,29 @@ def _difference(old: Any, new: Any) -> str:
     return ", ".join(f"{name} {shown([(a, b)])}" for name, a, b in fields if a != b)
 
 
-class CompiledStep:
+class CompiledStep(Generic[P, T]):
     """What ``compile_step`` returns. CPU ranks that share it trace and replay each for itself."""
 
-    def __init__(self, step: Callable[..., Any], options: _Options) -> None:
+    def __init__(self, step: Callable[P, T], options: _Options) -> None:
         functools.update_wrapper(self, step)
         self._step = step
         self._options = options
         self._ranks: dict[str, _RankStep] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         if is_traced():  # a part of the step around it
             return pytree.tree_map_only(Tensor, Tensor.detach, self._step(*args, **kwargs))
-        return self._own(args, kwargs)
+        result: T = self._own(args, kwargs)
+        return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
         if isinstance(instance, nn.Module):  # an argument
             return types.MethodType(self, instance)
-        bound = CompiledStep(types.MethodType(self._step, instance), self._options)
+        bound: CompiledStep[..., T] = CompiledStep(
+            types.MethodType(self._step, instance), self._options
+        )
         return vars(instance).setdefault(self.__name__, bound)  # type: ignore[attr-defined]
 
     @property

@@ -1,0 +1,237 @@
+"""Mistakes of a first hour: each is answered by the line to write."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from test.common.ranks import cached_outcome, run_python
+from xla_fsdp.distributed.launcher import launch
+from xla_fsdp.distributed.whole_lines import whole_lines
+
+RANKS = 2
+WIDTH = 8
+LINES = 40
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
+
+
+def sharded() -> Any:
+    from test.common.scenarios import fsdp
+
+    model = build()
+    model[0] = fsdp(model[0])
+    return fsdp(model)
+
+
+def rows() -> Tensor:
+    import torch_xla
+
+    return torch.ones(2, WIDTH).to(torch_xla.device())
+
+
+# ---------------------------------------------------------------- mistakes that a rank makes
+
+
+def target_on_the_host(rank: int, folder: str) -> None:
+    F.mse_loss(sharded()(rows()), torch.zeros(2, 4)).backward()
+
+
+def misspelt(rank: int, folder: str) -> None:
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    XlaFullyShardedDataParallel(build(), reshard_after_foward=False)
+
+
+def unknown(rank: int, folder: str) -> None:
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    XlaFullyShardedDataParallel(build(), zero=3)
+
+
+def saved_on_one_rank(rank: int, folder: str) -> None:
+    from xla_fsdp import save_checkpoint
+
+    model = sharded()
+    if rank == 0:
+        save_checkpoint(folder, model, step=1)
+
+
+def shards_on_one_rank(rank: int, folder: str) -> None:
+    model = sharded()
+    if rank == 0:
+        torch.save({"model": model.state_dict()}, f"{folder}/one.pth")
+
+
+def shards_in_one_file(rank: int, folder: str) -> None:
+    model = sharded()
+    content = {"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}
+    torch.save(content, f"{folder}/shared.pth")
+
+
+def shards_as_the_model(rank: int, folder: str) -> None:
+    import torch_xla.core.xla_model as xm
+
+    xm.save(sharded().state_dict(), f"{folder}/model.pth")
+
+
+def read_on_one_rank(rank: int, folder: str) -> None:
+    import torch_xla
+
+    loss = sharded()(rows()).sum()
+    if rank == 0:
+        loss.item()
+    loss.backward()
+    torch_xla.sync()
+
+
+def uneven(rank: int, folder: str) -> None:
+    import torch_xla
+
+    model = sharded()
+    for _ in range(2 - rank):
+        model(rows()).sum().backward()
+        torch_xla.sync()
+
+
+def in_ddp(rank: int, folder: str) -> None:
+    nn.parallel.DistributedDataParallel(sharded())
+
+
+def loaded_inside(rank: int, folder: str) -> None:
+    sharded().module.load_state_dict(build().state_dict())
+
+
+def shards_in_a_plain_model(rank: int, folder: str) -> None:
+    path = f"{folder}/rank-{rank}.pth"
+    model = sharded()
+    content = {"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}
+    torch.save({**content, "model": model.state_dict()}, path)
+    build().load_state_dict(torch.load(path)["model"])
+
+
+MISTAKES: dict[Callable[..., None], tuple[str, ...]] = {
+    target_on_the_host: ("Expected XLA tensor", "target.to(torch_xla.device())"),
+    misspelt: ("XlaFullyShardedDataParallel", "did you mean reshard_after_forward?"),
+    unknown: ("XlaFullyShardedDataParallel has no option zero; there are auto_wrap_policy,",),
+    saved_on_one_rank: ("inside `if rank == 0:` (save_checkpoint,",),
+    shards_on_one_rank: ("rank 0's shards", "xla_fsdp.full_state_dict(model), which all ranks"),
+    shards_in_one_file: ("one would be lost", "save_checkpoint(folder, model", "-{rank}.pth"),
+    shards_as_the_model: ("others' shards are lost", "full_state_dict", "master_only=False"),
+    read_on_one_rank: ("no collective on ranks [0]", "loss.item()"),
+    uneven: ("ranks [0] wait", "drop_last=True", "DistributedSampler"),
+    in_ddp: ("Leave it out, gradients are averaged already",),
+    loaded_inside: ("size mismatch for 2.weight", "model.load_state_dict(state), not"),
+    shards_in_a_plain_model: ("holds one rank's shards", "consolidate_sharded_ckpts"),
+}
+
+
+def said(mistake: Callable[..., None], folder: str) -> str:
+    """Return what a run says that makes a mistake; warnings are errors."""
+    try:
+        launch(mistake, (folder,), num_ranks=RANKS)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def memory(rank: int) -> dict[str, int]:
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    found: Any = xm.get_memory_info(torch_xla.device())
+    return found
+
+
+def everything(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {each.__name__: said(each, folder) for each in MISTAKES}
+    return {**found, "memory": launch(memory, num_ranks=RANKS)}
+
+
+@cached_outcome
+def results(folder: Path) -> dict[str, Any]:
+    code = f"import json, {__name__} as t; print(json.dumps(t.everything({str(folder)!r})))"
+    done = run_python("-W", "error::UserWarning", "-c", code)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return results(tmp_path_factory.mktemp("messages"))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda each: each.__name__)
+def test_a_mistake_is_answered_by_what_to_write(
+    found: dict[str, Any], mistake: Callable[..., None]
+) -> None:
+    message = found[mistake.__name__]
+    assert [words for words in MISTAKES[mistake] if words not in message] == [], message
+
+
+def test_the_memory_of_cpu_ranks_is_that_of_the_process(found: dict[str, Any]) -> None:
+    for each in found["memory"]:
+        assert 0 < each["bytes_used"] <= each["peak_bytes_used"] < each["bytes_limit"]
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def test_launch_says_that_it_starts_one_rank() -> None:
+    code = "from xla_fsdp import launch; launch(print)"
+    unset = {"XLA_FSDP_NUM_RANKS": "", "CPU_NUM_DEVICES": ""}
+    done = run_python("-c", code, env=unset)
+    assert done.returncode == 0, done.stderr
+    assert "launch(fn, num_ranks=8), or XLA_FSDP_NUM_RANKS=8" in done.stderr
+    assert "starts one rank" not in run_python("-c", code, env={"XLA_FSDP_NUM_RANKS": "1"}).stderr
+
+
+class Pieces(io.StringIO):
+    """Notes each write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return super().write(text)
+
+
+def test_lines_of_threads_do_not_cut_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Pieces()
+    monkeypatch.setattr("sys.stdout", stream)
+    together = threading.Barrier(2)
+
+    def talk(number: int) -> None:
+        for line in range(LINES):
+            print(number, end="", flush=False)
+            together.wait()  # now both have begun a line
+            print("", line)
+
+    with whole_lines():
+        threads = [threading.Thread(target=talk, args=(number,)) for number in range(2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        print("begun", end="", flush=True)
+        assert stream.writes[-1] == "begun"
+        print("not ended", end="")
+    print()
+    expected = sorted(f"{number} {line}\n" for number in range(2) for line in range(LINES))
+    assert sorted(stream.writes[: 2 * LINES]) == expected
+    assert stream.getvalue().endswith("begunnot ended\n")

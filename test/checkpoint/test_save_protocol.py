@@ -46,6 +46,7 @@ from xla_fsdp.checkpoint.step_directory import (
     complete_attempts,
     latest_step,
     read_marker,
+    remove,
 )
 from xla_fsdp.checkpoint.storage import open_storage
 
@@ -359,6 +360,35 @@ def test_a_step_without_marker_does_not_exist(tmp_path: Path) -> None:
     assert latest_step(tmp_path) == 1
     save_step(tmp_path, 3, 2)
     assert folders(tmp_path) == ["step_00000001", "step_00000003"]
+
+
+@pytest.mark.parametrize("scheme", ["", "local://"])
+def test_deleting_never_follows_a_link(tmp_path: Path, scheme: str) -> None:
+    """A step of another run that is linked here, and files of it that are, stay in that run."""
+    theirs, own = tmp_path / "theirs", tmp_path / "own"
+    save_step(theirs, 5, 2)
+    before = {path.name: path.read_bytes() for path in theirs.glob("step_*/*")}
+    save_step(own, 1, 2)
+    (own / "step_00000005").symlink_to(theirs / "step_00000005")
+    (own / "step_00000001" / "more").symlink_to(theirs / "step_00000005")
+    for path in theirs.glob("step_*/rank-*"):
+        (own / "step_00000001" / f"{path.name}.link").hardlink_to(path)
+    save_step(f"{scheme}{own}", 6, 2, keep_last=1)
+    remove(open_storage(f"{scheme}{own}"), Attempt(5))
+    assert folders(own) == ["step_00000006"]
+    assert {path.name: path.read_bytes() for path in theirs.glob("step_*/*")} == before
+    assert steps(theirs) == [5]
+
+
+def test_what_is_mounted_is_left_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount needs rights that a test has not, so Python is told that there is one."""
+    save_step(tmp_path, 1, 2)
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path).endswith("step_00000001"))
+    with pytest.warns(UserWarning, match="is mounted at .*step_00000001 is not this run's"):
+        save_step(tmp_path, 2, 2, keep_last=1)
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_a_step_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:

@@ -234,12 +234,31 @@ class RemoteStorage:
 
     def delete(self, name: str) -> None:
         path = self._path(name)
-        self._ask(name, "could not be removed", lambda: self._fs.rm_file(path), missing=None)
+
+        def remove() -> None:
+            if not self._is_link(path.rpartition("/")[0]):
+                self._fs.rm_file(path)
+
+        self._ask(name, "could not be removed", remove, missing=None)
 
     def delete_folder(self, folder: str) -> None:
         path = self._path(folder)
-        remove = lambda: self._fs.rm(path, recursive=True)  # noqa: E731
+
+        def remove() -> None:
+            if self._is_link(path):
+                self._fs.rm_file(path)
+            else:
+                self._fs.rm(path, recursive=True)
+
         self._ask(folder, "could not be removed", remove, missing=None)
+
+    def _is_link(self, path: str) -> bool:
+        """Return whether a folder below this one is a link, as in file systems other than object
+        stores: what is in there may be somebody else's."""
+        if self._has_objects or path == self._root:
+            return False
+        found = self._fs.info(path)
+        return found["type"] == "link" or bool(found.get("islink"))
 
     def settled(self, check: Callable[[], list[str]]) -> list[str]:
         for pause in self._patience.pauses():

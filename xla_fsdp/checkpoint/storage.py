@@ -84,10 +84,11 @@ class Storage(Protocol):
         """
 
     def delete(self, name: str) -> None:
-        """Delete a file, durably, if it exists."""
+        """Delete a file, durably, if it exists; nothing if its folder is a link, or mounted."""
 
     def delete_folder(self, folder: str) -> None:
-        """Delete a folder and its content, if it exists."""
+        """Delete a folder and its content, if it exists; of a link, only the link. A folder with a
+        mount is left, and an error."""
 
     def settled(self, check: Callable[[], list[str]]) -> list[str]:
         """Return the problems that ``check`` finds in a listing.
@@ -209,14 +210,35 @@ class LocalStorage:
 
     def delete(self, name: str) -> None:
         path = self._root / name
+        if self._is_elsewhere(path.parent):
+            return
         with failing(path, "could not be removed"), suppress(FileNotFoundError):
             os.unlink(path)
             _sync_folder(path.parent)
 
     def delete_folder(self, folder: str) -> None:
         path = self._root / folder
+        if path.is_symlink():
+            self.delete(folder)
+            return
+        if self._is_elsewhere(path.parent):
+            return
+        inside = (os.path.join(above, each) for above, names, _ in os.walk(path) for each in names)
+        if mounted := [each for each in (str(path), *inside) if os.path.ismount(each)]:
+            raise CheckpointError(
+                f"{path}: could not be removed: what is mounted at {mounted[0]} is not this run's"
+            )
         with failing(path, "could not be removed"), suppress(FileNotFoundError):
             shutil.rmtree(path)
+
+    def _is_elsewhere(self, folder: Path) -> bool:
+        """Return whether a folder below this directory is reached through a link or a mount, so
+        that what is in there may be somebody else's."""
+        while folder != self._root:
+            if folder.is_symlink() or os.path.ismount(folder):
+                return True
+            folder = folder.parent
+        return False
 
     def settled(self, check: Callable[[], list[str]]) -> list[str]:
         return check()

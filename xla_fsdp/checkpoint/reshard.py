@@ -106,11 +106,13 @@ class ReadPlan:
         model: by key of the target's state dict; shards are vectors.
         optimizer: with the target's groups and keys; None if the target has no optimizer.
         problems: one line each. If there are any, the rest must not be used.
+        saved_dtypes: of the tensors in ``model``, as they were saved, by the target's keys.
     """
 
     model: dict[str, TensorSource] = field(default_factory=dict)
     optimizer: OptimizerState | None = None
     problems: list[str] = field(default_factory=list)
+    saved_dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
 
 
 class SourceCheckpoint:
@@ -148,6 +150,13 @@ class SourceCheckpoint:
             sources = [shard.state_dict[key] for shard in self._shards]
             self._full[key] = dict(full_members(self.plan.sharded[key], sources))
         return self._full[key][name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype in which ``name`` is saved."""
+        key = self.key_of[name]
+        entry = self.plan.sharded.get(key)
+        dtype: torch.dtype = self.own.state_dict[key].dtype if entry is None else entry.dtype
+        return dtype
 
     def resolve(self, name: str) -> str:
         """Return the canonical name of a tied tensor, under which it is saved; else ``name``."""
@@ -260,6 +269,7 @@ class _ModelReader:
             names = self._names(record.key, record.members)
             if not names:
                 continue
+            self._plan.saved_dtypes[record.key] = set(map(source.dtype_of, names))
             if same := source.same_shard(record, metadata):
                 model[record.key] = source.own.state_dict[same]
                 continue
@@ -269,6 +279,7 @@ class _ModelReader:
         for name, shape in self._target.unsharded.items():
             for found in self._names(name, (MemberRecord(name, shape),)):
                 model[name] = source.full(found)
+                self._plan.saved_dtypes[name] = {source.dtype_of(found)}
         if self._strict:
             self._plan.problems += [
                 f"{name} is in the checkpoint, but not in the model"

@@ -220,7 +220,13 @@ class TrainState:
         """
         self._load_model(loaded, strict)
         if self.optimizer is not None:
-            write_optimizer(self.optimizer, self.params, self._optimizer_state(loaded))
+            state = self._optimizer_state(loaded)
+            cast = {
+                key
+                for key, param in self.params.items()
+                if loaded.saved_dtypes.get(key, {param.dtype}) != {param.dtype}
+            }
+            write_optimizer(self.optimizer, self.params, state, cast=cast)
         for name, each in self.objects.items():
             with _naming(f"{name}.load_state_dict()"):
                 each.load_state_dict(loaded.values[_topic(name)])

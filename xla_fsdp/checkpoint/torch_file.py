@@ -16,6 +16,7 @@ import pickle
 import re
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from xla_fsdp.checkpoint.tensor_source import (
     TensorSource,
     TensorSpec,
     Zeros,
+    bytes_of,
     read_bytes,
 )
 
@@ -410,7 +412,14 @@ def _strided(
     )
 
     def load() -> Tensor:
-        return flat.load().as_strided(spec.shape, strides, first)
+        whole = flat.load()
+        is_whole = record.crc and flat.spec.nbytes == record.nbytes
+        if is_whole and (crc := zlib.crc32(bytes_of(whole))) != record.crc:
+            raise CheckpointError(
+                f"{name}: is damaged: the checksum of a tensor is {written(crc)}, but was "
+                f"{written(record.crc)} when it was saved"
+            )
+        return whole.as_strided(spec.shape, strides, first)
 
     data = TensorBytes(spec.nbytes, load, remember=False)
     return TensorSource(spec, data, identity=(name, record.start, spec, first, strides))

@@ -37,6 +37,7 @@ from xla_fsdp.fsdp.engine.param import (
     refuse_shown,
 )
 from xla_fsdp.fsdp.engine.param_guards import begin_step, end_step
+from xla_fsdp.fsdp.engine.positional_state import forget_order, guard_loading
 
 
 class _OptimizerGuard:
@@ -60,6 +61,7 @@ class _OptimizerGuard:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check(optimizer)
+        forget_order(optimizer)
         begin_step()
 
     def _check(self, optimizer: Optimizer) -> None:
@@ -95,6 +97,7 @@ def install() -> None:
             _replace("clip_grad_norm_", _refuse_shards)
             _replace("get_total_norm", _count_all_ranks)
             _replace("clip_grads_with_norm_", _need_gradients_of_shards)
+            guard_loading()
             parametrize.register_parametrization = _of_full_parameters(
                 parametrize.register_parametrization
             )

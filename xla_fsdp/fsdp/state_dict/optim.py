@@ -32,6 +32,7 @@ from xla_fsdp.checkpoint.format import (
 )
 from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
 from xla_fsdp.fsdp.engine.param import StackPart, is_sharded, known_shard
+from xla_fsdp.fsdp.engine.positional_state import in_own_order
 from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of
 
 PLAIN = (bool, int, float, str, type(None))
@@ -253,9 +254,10 @@ def write_optimizer(
     given = torch_state_dict(optimizer, params, state)
     # torch's own method runs hooks, and subclasses override it; but it casts state to the dtypes of
     # parameters, so the values are written again afterwards, apart from those to cast.
-    optimizer.load_state_dict(
-        {**given, "state": {index: dict(values) for index, values in given["state"].items()}}
-    )
+    with in_own_order():
+        optimizer.load_state_dict(
+            {**given, "state": {index: dict(values) for index, values in given["state"].items()}}
+        )
     order = [param for group in optimizer.param_groups for param in group["params"]]
     known = OptimizerParams(params)
     for index, values in given["state"].items():

@@ -129,6 +129,7 @@ def on_2_ranks(rank: int, folder: str) -> dict[str, Any]:
     found["hosts"] = hosts(rank, Path(folder, "hosts"))
     found["remote"] = remote()
     found["dtypes"] = dtypes(Path(folder, "dtypes"))
+    found["empty groups"] = [empty_group(Path(folder, f"empty{at}"), at) for at in range(3)]
     return found
 
 
@@ -388,6 +389,23 @@ def remote() -> dict[str, bool]:
     return {"changed": changed, "back": before == host_bits(model), "latest": found["step"] == 2}
 
 
+def empty_group(directory: Path, at: int) -> list[float]:
+    """The learning rates that are loaded, one of them of a group without parameters."""
+    from xla_fsdp import load_checkpoint, save_checkpoint
+
+    model = fsdp(make(lambda: nn.Linear(FEATURES, 2)))
+
+    def optimizer(rate: float) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": [p]} for p in model.parameters()]
+        groups.insert(at, {"params": [], "lr": 0.07 + rate})
+        return torch.optim.SGD(groups, lr=0.1 + rate)
+
+    save_checkpoint(directory, model, optimizer(0.0), step=1)
+    other = optimizer(0.5)
+    load_checkpoint(directory, model, other)
+    return [group["lr"] for group in other.param_groups]
+
+
 def dtypes(directory: Path) -> dict[str, Any]:
     """State that is loaded for parameters of another dtype than it was saved for, and a step."""
     from xla_fsdp import load_checkpoint, save_checkpoint
@@ -612,3 +630,8 @@ def test_state_fits_the_dtype_of_the_parameters() -> None:
     for what, dtypes in found.items():
         name, dtype, _ = what.split()
         assert dtypes == {"torch.float32" if name == "high" else dtype}, what
+
+
+def test_groups_without_parameters_keep_their_options() -> None:
+    found = outcomes()[2][0]["empty groups"]
+    assert found == [[0.07, 0.1, 0.1], [0.1, 0.07, 0.1], [0.1, 0.1, 0.07]]

@@ -388,7 +388,7 @@ class _OptimizerReader:
                 by_group.setdefault(self._group_of[name], name)
         found = [self._old_groups[each].options for each in by_group]
         if not found:
-            return {}
+            return self._options_of_empty(index) if not names else {}
         if any(options != found[0] for options in found):
             self._problems.append(
                 f"group {index} of the optimizer joins parameters of several groups of the "
@@ -397,6 +397,11 @@ class _OptimizerReader:
                 f"optimizer with the same groups (flatten_parameters joins parameters, too)"
             )
         return found[0]
+
+    def _options_of_empty(self, index: int) -> dict[str, Any]:
+        """Return the hyperparameters of a group without parameters, which its place tells."""
+        empty = index < len(self._old_groups) and not self._old_groups[index].params
+        return self._old_groups[index].options if empty else {}
 
     def _states(self, key: str) -> dict[str, dict[str, StateEntry]]:
         """Return ``{key: its states}``; {} if none are saved."""

@@ -487,8 +487,9 @@ def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
             return _without_data(value.spec)
 
     # FakeTensorMode would do as well, but to import it takes 2 s.
-    with skip_data():
-        torch.save(content, path, pickle_module=SimpleNamespace(__name__="", Pickler=Pickler))
+    # Not by path, as the names of records begin with the file's, which is a temporary one.
+    with skip_data(), open(path, "wb") as file:
+        torch.save(content, file, pickle_module=SimpleNamespace(__name__="", Pickler=Pickler))
     with zipfile.ZipFile(path) as archive:
         records = read_records(archive, os.path.getsize(path))
     names = {name.partition("/data/")[2]: record for name, record in records.items()}

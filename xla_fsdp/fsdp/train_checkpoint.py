@@ -52,7 +52,7 @@ from xla_fsdp.checkpoint.step_directory import (
     Keep,
     job_token,
     newest_complete,
-    read_job,
+    owner_of,
 )
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
@@ -586,7 +586,7 @@ def _agreed_attempt(
     problems: list[str] = []
     owner: JobRecord | None = None
     try:
-        owner = read_job(storage)
+        owner = owner_of(storage)
         own = list(islice(newest_complete(storage, step), LOOKED_AT))
         if not own:
             others = [each.step for each in islice(newest_complete(storage), LOOKED_AT)]

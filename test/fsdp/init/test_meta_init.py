@@ -270,7 +270,10 @@ def test_files_that_are_no_checkpoint(checkpoints: Path, tmp_path: Path) -> None
         "number": (tmp_path / "number.pth", "holds no state dict"),
         "folder": (tmp_path / "folder", "holds nothing, and no file of a whole model"),
         "index": (tmp_path / "x.safetensors.index.json", "is no index of files of a model"),
-        "lost": (tmp_path / "y.safetensors.index.json", "lists 'gone.safetensors', which is missing"),
+        "lost": (
+            tmp_path / "y.safetensors.index.json",
+            "lists 'gone.safetensors', which is missing",
+        ),
         "out": (tmp_path / "z.safetensors.index.json", "gone.safetensors', which is no name of a"),
     }
     whole = (checkpoints / "one.safetensors").read_bytes()

@@ -79,7 +79,7 @@ def guard_loading() -> None:
         return original(optimizer, fitting(optimizer, state_dict))
 
     # Not a hook, which each optimizer would need: torch has none for all of them.
-    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
 
 
 def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _misfits(
 
 
 _OTHER_ORDER = (
-    "The state dict is of other shards, or of parameters in another order (optimizers of torch know "
+    "The state dict is of other shards, or of parameters in another order (torch's optimizers know "
     "them by position). State of a job of torch_xla's FSDP is translated if the model's state dict "
     "of the same file is loaded just before; other state is loaded by names: by load_checkpoint, "
     "or load_optim_state_dict of what optim_state_dict has returned"

@@ -178,8 +178,13 @@ def merge_files(shards: Sequence[Shard], save_path: str, options: MergeOptions) 
 
 def output_path(ckpt_prefix: str, save_path: str) -> str:
     """Return the full ``save_path``, or the default path of the merged file if that is empty."""
-    above = ckpt_prefix.rstrip("/") if os.path.isdir(ckpt_prefix) else ckpt_prefix
-    return full_path(save_path or f"{above or ckpt_prefix}{OUTPUT_MARK}.pth")
+    if save_path:
+        return full_path(save_path)
+    start = full_path(ckpt_prefix)
+    if os.path.isdir(start):  # beside it, and beside the run that a step is in
+        run, name = os.path.split(os.path.normpath(start))
+        start = f"{run}_{name}" if is_step_folder(name) else os.path.join(run, name)
+    return f"{start}{OUTPUT_MARK}.pth"
 
 
 def read_shards(
@@ -390,6 +395,8 @@ def _find_path_problems(
         return problems
     if kind is Kind.DCP and find_shard_files([output], [split_path(path)[0] for path in sources]):
         return [f"{output}: holds the shard files, and would be replaced; choose another save_path"]
+    if is_step_file(split_path(output)[1]):
+        return [f"{output}: has the name of a file of a run or a step; choose another save_path"]
     for run in {_run_of(path) for path in sources} - {None}:
         if f"{os.path.realpath(output)}/".startswith(f"{os.path.realpath(str(run))}/"):
             return [
@@ -397,8 +404,6 @@ def _find_path_problems(
                 f"what save_checkpoint writes; choose a save_path beside it, such as "
                 f"{run}{OUTPUT_MARK}.pth"
             ]
-    if is_step_file(split_path(output)[1]):
-        return [f"{output}: has the name of a file of a run or a step; choose another save_path"]
     if kind is Kind.DCP:
         job = _dcp_job(FullCheckpoint({}, {}, None), output, ())
         return job.find_problems(overwrite=overwrite)

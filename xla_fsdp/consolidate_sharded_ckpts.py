@@ -13,30 +13,35 @@ one line for each. What is interrupted (Ctrl-C, SIGTERM, SIGHUP) removes its tem
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
 from xla_fsdp.checkpoint.consistency import describe_shards, size_line, verify_shards
 from xla_fsdp.checkpoint.consolidate import (
+    OUTPUT_MARK,
     MergeOptions,
     look_at_shards,
+    open_shard,
     output_path,
     plan_merge,
     read_shards,
 )
 from xla_fsdp.checkpoint.copying import Progress, default_threads
-from xla_fsdp.checkpoint.errors import CheckpointError, one_line, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, listed, one_line, raise_if
 from xla_fsdp.checkpoint.format import READABLE_VERSIONS, VERSION
 from xla_fsdp.checkpoint.model_files import DTYPES, Kind, Layout, kind_of, parse_rule, parse_size
 from xla_fsdp.checkpoint.outputs import Job, WriteOptions
+from xla_fsdp.checkpoint.plan import absent_names
+from xla_fsdp.checkpoint.read_model import open_model
 from xla_fsdp.checkpoint.reshard_files import plan_reshard, step_of
 from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, Shard, describe_found
 from xla_fsdp.checkpoint.step_table import describe_steps
@@ -63,13 +68,17 @@ The exit code is 0, 2 if there are problems (one line each on stderr, and nothin
 128 and the number of the signal that ended it.
 """
 
+COMMANDS = ("merge", "inspect", "list")
 FORMATS = ("pth", "safetensors", "dcp")
 PROGRAM = "consolidate_sharded_ckpts"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: ``sys.argv[1:]``); return the exit code."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(_plain_arguments(sys.argv[1:] if argv is None else argv, parser))
+    if problem := _name_prefix(args):
+        parser.error(problem)
     try:
         with _ended_by_signals():
             _refuse_impossible(args)
@@ -87,6 +96,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain([f"interrupted by {signal.Signals(number).name}{what}"])
         return 128 + number
     return 0
+
+
+def _plain_arguments(argv: Sequence[str], parser: ArgumentParser) -> list[str]:
+    """Return arguments as argparse takes them: options with underscores, and values that begin with
+    a dash (``--ckpt_suffix -rank*.pth``) joined to their option."""
+    known = {name for action in parser._actions for name in action.option_strings}
+    takes_value = {name for a in parser._actions if a.nargs is None for name in a.option_strings}
+
+    def option(text: str) -> str | None:
+        name, equals, value = text.partition("=")
+        plain = f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
+        return f"{plain}{equals}{value}" if plain in known else None
+
+    plain: list[str] = []
+    for text in argv:
+        found = option(text)
+        if found is None and text.startswith("-") and plain and plain[-1] in takes_value:
+            plain[-1] += f"={text}"
+        else:
+            plain.append(found or text)
+    return plain
+
+
+def _name_prefix(args: Namespace) -> str | None:
+    """Take the command and the prefix from the arguments without option; return what is wrong."""
+    given = list(args.command)
+    args.command = given.pop(0) if given and given[0] in COMMANDS else "merge"
+    if args.ckpt_prefix is None and given:
+        args.ckpt_prefix = given.pop(0)
+    if given:
+        return f"unexpected {' '.join(given)}; expected one of {', '.join(COMMANDS)}, and one path"
+    if args.ckpt_prefix is None:
+        return "which files? Give --ckpt_prefix, or the directory of a run"
+    return None
 
 
 @contextmanager
@@ -130,11 +173,10 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     parser.add_argument(
         "command",
-        nargs="?",
-        choices=("merge", "inspect", "list"),
-        default="merge",
+        nargs="*",
+        metavar="COMMAND",
         help="merge (default); inspect: list ranks, names, shapes and problems, write nothing; or "
-        "list: print a table of the steps of a run",
+        "list: print a table of the steps of a run. A path after it is the ckpt_prefix",
     )
     _add_inputs(parser)
     _add_outputs(parser)
@@ -144,6 +186,12 @@ def _parser() -> ArgumentParser:
         help="verify the checksums of all tensors in the shard files, and read the written files "
         "again to compare",
     )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse shards without some parameters that their metadata lists, rather than merge "
+        "the others",
+    )
     parser.add_argument("--threads", type=int, help="number of threads that copy")
     return parser
 
@@ -151,7 +199,6 @@ def _parser() -> ArgumentParser:
 def _add_inputs(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--ckpt_prefix",
-        required=True,
         help="start of the paths of all shard files, or a directory: of save_checkpoint (its "
         "newest complete step is read), of one of its steps, or of torch.distributed.checkpoint; "
         "or a URL of such a directory (gs://bucket/run)",
@@ -209,6 +256,8 @@ def _add_outputs(parser: ArgumentParser) -> None:
 
 
 def _inspect(args: Namespace) -> int:
+    if args.ckpt_suffix == DEFAULT_SUFFIX and os.path.isfile(os.path.expanduser(args.ckpt_prefix)):
+        return _inspect_model(args)
     shards, problems = look_at_shards(
         args.ckpt_prefix, args.ckpt_suffix, None, optimizer=not args.model_only
     )
@@ -228,6 +277,24 @@ def _inspect(args: Namespace) -> int:
     return 2 if problems else 0
 
 
+def _inspect_model(args: Namespace) -> int:
+    """Describe one file that is no prefix of shards' files: a shard, or a full model."""
+    with suppress(CheckpointError):
+        shard = open_shard(args.ckpt_prefix)
+        for line in describe_shards([shard]):
+            print(one_line(line))
+        return 0
+    tensors = open_model(args.ckpt_prefix)
+    for name, tensor in tensors.items():
+        print(one_line(f"whole    {name}  {dtype_name(tensor.dtype)} {list(tensor.shape)}"))
+        if args.verify:
+            tensor.load()
+    known = sum(tensor.checksum is not None for tensor in tensors.values())
+    if args.verify:
+        print(f"verified {known} tensors; {len(tensors) - known} have no checksum")
+    return 0
+
+
 def _list(args: Namespace) -> int:
     def verify(folder: str) -> list[str]:
         shards, problems = look_at_shards(folder, DEFAULT_SUFFIX, None, optimizer=True)
@@ -241,6 +308,8 @@ def _list(args: Namespace) -> int:
 
 def _consolidate(args: Namespace) -> None:
     output = output_path(args.ckpt_prefix, args.save_path)
+    if args.to_world_size is not None and not args.save_path:
+        output = f"{output.removesuffix(f'{OUTPUT_MARK}.pth')}_{args.to_world_size}_ranks"
     kind = _kind(args, output)
     options = _options(args, kind)
     shards = read_shards(
@@ -252,6 +321,7 @@ def _consolidate(args: Namespace) -> None:
         kind=kind,
     )
     print(f"found {_found(args, shards)}", flush=True)
+    _tell_what_is_left(args, shards)
     job = _job(args, shards, output, options)
     raise_if(job.find_problems(overwrite=args.overwrite))
     if args.dry_run:
@@ -261,6 +331,16 @@ def _consolidate(args: Namespace) -> None:
     with _progress("copying", job.nbytes) as progress:
         job.write(replace(options.write, progress=progress))
     print(_summary(args, shards, output))
+
+
+def _tell_what_is_left(args: Namespace, shards: Sequence[Shard]) -> None:
+    absent = absent_names(shards[0].metadata, shards[0].state_dict)
+    if absent and args.strict:
+        raise_if([f"{name} is in no shard, though shard_metadata lists it" for name in absent])
+    if absent:
+        print(one_line(f"not merged, as no shard has it: {listed(absent, len(absent))}"))
+    if left := shards[0].left_behind:
+        print(one_line(f"left behind, as it is neither model nor optimizer: {', '.join(left)}"))
 
 
 def _found(args: Namespace, shards: Sequence[Shard]) -> str:
@@ -282,6 +362,14 @@ def _job(args: Namespace, shards: Sequence[Shard], output: str, options: MergeOp
 
 def _refuse_impossible(args: Namespace) -> None:
     problems = []
+    name = os.path.basename(args.save_path)
+    plain = name and "." not in name and not os.path.isdir(args.save_path)
+    if plain and args.format is None and args.to_world_size is None and args.command == "merge":
+        problems.append(
+            f"--save_path {args.save_path}: a file or a directory? Write {args.save_path}/ for a "
+            f"directory that from_pretrained loads, {args.save_path}.pth for a torch file, or "
+            f"{args.save_path}.safetensors"
+        )
     if args.threads is not None and args.threads < 1:
         problems.append(f"--threads {args.threads} must be at least 1")
     if args.to_world_size is None and args.step is not None:

@@ -206,7 +206,7 @@ def test_a_reference_without_a_key_is_named(tmp_path: Path) -> None:
     paths = every_kind().save(tmp_path, 2)
     change(paths[0], lambda c: c["model"].pop("scale"))
     problems = find_problems([open_shard(str(path)) for path in paths])
-    assert problems == [f"{paths[0]}: model has no scale, which shard_metadata lists"]
+    assert problems == [f"{paths[1]}: model has scale, which {paths[0]} has not"]
 
 
 def test_equal_shards_with_nan_are_still_tied(tmp_path: Path) -> None:

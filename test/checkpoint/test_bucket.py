@@ -183,8 +183,8 @@ def test_slashes_at_the_end_change_nothing(
         assert [each.step for each in all_attempts(open_storage(url))] == [2]
         assert run_main("list", "--ckpt_prefix", url) == 0
         assert "step_00000002  complete" in capsys.readouterr().out
-    assert run_main("--ckpt_prefix", f"{URL}//", "--save_path", f"{URL}/hf//") == 0
-    assert open_storage(f"{URL}/hf").find("model.safetensors")
+    assert run_main("--ckpt_prefix", f"{URL}//", "--save_path", f"{URL}-hf//") == 0
+    assert open_storage(f"{URL}-hf").find("model.safetensors")
     with pytest.raises(CheckpointError, match="run#2: GCSFileSystem does not take '#' there"):
         open_storage(f"{URL}#2")
     assert open_storage(f"{URL}#2/run").names() == []

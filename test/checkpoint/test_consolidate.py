@@ -202,8 +202,8 @@ def test_a_failed_write_leaves_everything_as_it_was(
     consolidate_sharded_model_checkpoints(prefix)
     before = snapshot(tmp_path)
 
-    def fail_halfway(content: Any, path: str, **_: Any) -> None:
-        Path(path).write_bytes(b"half")
+    def fail_halfway(content: Any, file: Any, **_: Any) -> None:
+        file.write(b"half")
         assert len(snapshot(tmp_path)) == len(before) + 1, "the temporary file is elsewhere"
         raise failure
 

@@ -173,7 +173,9 @@ def test_the_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["inspect", "--ckpt_prefix", f"{run}/"]) == 0
     assert capsys.readouterr().out.startswith(first % (7, 7))
     assert main(["--ckpt_prefix", f"{run}/step_00000006", "--dry_run"]) == 0
-    assert capsys.readouterr().out.startswith(first % (6, 6))
+    out = capsys.readouterr().out
+    assert out.startswith(first % (6, 6))
+    assert f"would write {run}_step_00000006_consolidated.pth" in out
 
 
 def test_progress_is_in_the_log(
@@ -200,3 +202,96 @@ def test_a_line_of_progress_is_one_write(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(2):
         progress(5)
     assert [each[-1] for each in writes] == ["\n", "\n"]
+
+
+def test_what_a_person_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    save_step(run, 1, 2)
+    for arguments in (["run"], ["merge", "--ckpt-prefix", "run"], ["--ckpt_prefix", "run/"]):
+        assert main(arguments) == 0
+        (tmp_path / "run_consolidated.pth").unlink()
+    every_kind().save(tmp_path, 2)
+    assert main(["mnist", "--ckpt_suffix", "_rank-*.pth", "--dry-run"]) == 0
+    (tmp_path / "x-rank0.pth").write_bytes(b"")
+    assert main(["--ckpt_prefix", "x", "--ckpt_suffix", "-rank*.pth"]) == 2
+    assert "x-rank0.pth: truncated" in capsys.readouterr().err
+    assert main(["run", "--to_world_size", "3"]) == 0
+    assert (tmp_path / "run_3_ranks" / "step_00000001" / "complete.json").exists()
+    assert list(tmp_path.glob(".pth*")) == []
+    capsys.readouterr()
+    refused = {
+        ("run", "--save_path", "hf"): "Write hf/ for a directory that from_pretrained loads",
+        ("run", "--save_path", "run/full.pth"): "is in the directory of the run",
+        ("run", "--save_path", "run/step_00000001/hf/"): "is in the directory of the run",
+        ("list", "run/step_00000001"): "is one step; list ",
+        ("list", "run_3_ranks/step_00000001/"): "is one step; list ",
+        ("list", "."): "holds no step that save_checkpoint wrote",
+    }
+    before = snapshot(run)
+    for arguments, text in refused.items():
+        assert main(list(arguments)) == 2
+        assert text in capsys.readouterr().err, arguments
+    assert snapshot(run) == before
+    with pytest.raises(SystemExit):
+        main(["inspect", "run", "more"])
+    assert "unexpected more; expected one of merge, inspect, list" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([])
+    assert "which files? Give --ckpt_prefix" in capsys.readouterr().err
+
+
+def test_a_file_that_a_step_lacks_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_step(tmp_path, 1, 2)
+    file = next(tmp_path.glob("step_*/rank-00001*.safetensors"))
+    file.unlink()
+    assert main(["list", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert "lacks files" in out
+    assert f"{file.name}: " in err
+    assert "but none are here" in err
+
+
+def test_a_merged_file_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    every_kind().save(tmp_path, 2)
+    for name in ("full.pth", "full.safetensors"):
+        file = tmp_path / name
+        assert main(["--ckpt_prefix", f"{tmp_path}/mnist", "--save_path", str(file)]) == 0
+        capsys.readouterr()
+        assert main(["inspect", str(file), "--verify"]) == 0
+        out = capsys.readouterr().out
+        assert "whole    embed.weight  float32 [37, 11]" in out
+        assert "verified " in out
+        assert main([str(file)]) == 2
+        assert "is one file, and no prefix of shard files; 'inspect" in capsys.readouterr().err
+
+
+def test_two_merges_are_equal_to_the_byte(tmp_path: Path) -> None:
+    every_kind().save(tmp_path, 2)
+    for name in ("a.pth", "b.pth"):
+        path = tmp_path / name
+        assert main(["--ckpt_prefix", f"{tmp_path}/mnist", "--save_path", str(path)]) == 0
+    assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
+
+
+def test_a_part_that_a_script_left_out_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = every_kind()
+    for path in model.save(tmp_path, 2):
+        content = torch.load(path, weights_only=True)
+        del content["model"]["layer.flat_param_0"], content["model"]["scale"]
+        torch.save(content, path)
+    out = tmp_path / "out.pth"
+    arguments = ["--ckpt_prefix", f"{tmp_path}/mnist", "--save_path", str(out)]
+    assert main([*arguments, "--strict"]) == 2
+    assert "scale is in no shard, though shard_metadata lists it" in capsys.readouterr().err
+    assert main(arguments) == 0
+    assert "not merged, as no shard has it: scale, layer.weight" in capsys.readouterr().out
+    gone = ("scale", "layer.weight", "layer.bias", "layer.gain", "copy.weight")
+    expected = {name: value for name, value in model.expected().items() if name not in gone}
+    assert bits(torch.load(out, weights_only=True)["model"]) == bits(expected)

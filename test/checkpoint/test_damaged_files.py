@@ -25,7 +25,7 @@ Damage = Callable[[Path], Any]
 
 def run(directory: Path, output: str = "out/full.pth", *more: str) -> int:
     """Merge what is in a directory."""
-    return main(["--ckpt_prefix", str(directory), "--save_path", str(directory / output), *more])
+    return main(["--ckpt_prefix", str(directory), "--save_path", f"{directory}/{output}", *more])
 
 
 def edit(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]) -> Damage:
@@ -375,9 +375,10 @@ def test_no_file_of_a_run_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "has the name of a file of a run or a step" in capsys.readouterr().err
     for path in (".", "step_00000001", "step_00000002"):
         assert run(tmp_path / "run", path, "--overwrite", "--format", "dcp") == 2
-        assert "would be replaced" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "would be replaced" in said or "is in the directory of the run" in said
     assert run(tmp_path / "run", ".", "--overwrite", "--to_world_size", "2") == 2
-    assert "is one of the shard files" in capsys.readouterr().err
+    assert "is in the directory of the run" in capsys.readouterr().err
     assert snapshot(tmp_path) == before
 
 
@@ -389,7 +390,7 @@ def test_a_shard_is_not_overwritten_through_a_link(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("output", ["out/full.pth", "out/full.safetensors", "out/", "out/d"])
+@pytest.mark.parametrize("output", ["out/full.pth", "out/full.safetensors", "out/", "out/d/"])
 def test_a_full_disk_leaves_nothing(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

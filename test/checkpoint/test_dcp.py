@@ -185,6 +185,54 @@ def test_a_job_of_two_fsdp2_ranks_goes_on_from_here_and_back(tmp_path: Path) -> 
         assert state["step"] == 2
 
 
+@pytest.mark.parametrize("form", ["torchtitan", "accelerate", "accelerate model", "app"])
+def test_what_others_save_is_imported(
+    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The optimizer is not lost, and what is neither model nor optimizer is named."""
+    net, optimizer = trained(2)
+    flattened = StateDictOptions(flatten_optimizer_state_dict=form == "torchtitan")
+    model_state, optimizer_state = get_state_dict(net, optimizer, options=flattened)
+    saved: dict[str, dict[str, Any]] = {
+        "torchtitan": {
+            "": {
+                **model_state,
+                "optimizer": optimizer_state,
+                "lr_scheduler": {"last_epoch": 2},
+                "train_state": {"step": torch.tensor(2)},
+            }
+        },
+        "app": {"": {"app": {"model": model_state, "optim": optimizer_state}}},
+    }
+    of_accelerate = {
+        "pytorch_model_fsdp_0": {"model": model_state},
+        "optimizer_0": {"optimizer": optimizer_state},
+    }
+    folder = tmp_path / "d"
+    for name, content in saved.get(form, of_accelerate).items():
+        dcp.save(content, checkpoint_id=folder / name, no_dist=True)
+    prefix = folder / "pytorch_model_fsdp_0" if form == "accelerate model" else folder
+    out = tmp_path / "full.pth"
+    assert run("--ckpt_prefix", prefix, "--save_path", out) == 0
+    told = "left behind, as it is neither model nor optimizer: train_state, lr_scheduler" + chr(10)
+    assert (told in capsys.readouterr().out) == (form == "torchtitan")
+    content = torch.load(out, weights_only=True)
+    assert bits(content["model"]) == bits(net.state_dict())
+    names = [name for name, _ in net.named_parameters()]
+    found = {
+        f"{names.index(name)}.{what}": value
+        for name, state in content["optimizer"]["state"].items()
+        for what, value in state.items()
+    }
+    assert bits(found) == bits(flat(optimizer))
+    [group] = content["optimizer"]["param_groups"]
+    assert group["lr"] == 0.03
+    assert sorted(group["params"]) == sorted(names)
+    if form.startswith("accelerate"):
+        assert run("--ckpt_prefix", folder / "optimizer_0", "--save_path", tmp_path / "o.pth") == 2
+        assert "give the directory pytorch_model_fsdp_0" in capsys.readouterr().err
+
+
 def test_a_model_alone_is_imported(tmp_path: Path) -> None:
     net, _ = trained(3)
     dcp.save(net.state_dict(), checkpoint_id=tmp_path / "d", no_dist=True)

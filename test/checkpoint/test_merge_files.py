@@ -182,7 +182,7 @@ def test_nothing_larger_than_a_chunk_is_read(
     monkeypatch.setattr(LocalFile, "read_into", counting)
     monkeypatch.setattr(outputs, "copy", copy_only)
     more = ["--to_world_size", 2] if output == "new" else []
-    assert run("--ckpt_prefix", shards, "--save_path", tmp_path / output, *more) == 0
+    assert run("--ckpt_prefix", shards, "--save_path", f"{tmp_path}/{output}", *more) == 0
     assert max(sizes) == 64
 
 

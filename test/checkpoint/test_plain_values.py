@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import random
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from xla_fsdp.checkpoint import CheckpointError
 from xla_fsdp.checkpoint.errors import MismatchError
 from xla_fsdp.checkpoint.json_values import Packed, pack, unpack
+from xla_fsdp.checkpoint.torch_file import Bytes, read_torch
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 keys = st.text() | st.integers() | st.tuples(st.integers(), st.text())
@@ -145,3 +147,22 @@ def test_errors_can_be_pickled() -> None:
     for kind in (CheckpointError, MismatchError):
         again = pickle.loads(pickle.dumps(kind(["one", "two\nlines"])))
         assert (type(again), again.problems) == (kind, ["one", r"two\nlines"])
+
+
+M = (1 << 61) - 1  # the hash of a multiple of it is 0
+
+
+@pytest.mark.parametrize("kind", ["dict", "set", "tuple", "complex"])
+def test_keys_of_one_hash_are_refused(kind: str) -> None:
+    """Python takes time in proportion to the square of their number."""
+    numbers = [M * k for k in range(1, 3000)]
+    made: dict[str, Any] = {
+        "dict": dict.fromkeys(numbers),
+        "set": set(numbers[:500]),
+        "tuple": {(n, 1): 0 for n in numbers[:500]},
+        "complex": {complex(-1000003.0 * k, float(k)): 0 for k in range(1, 500)},
+    }
+    file = io.BytesIO()
+    torch.save(made[kind], file)
+    with pytest.raises(CheckpointError, match="more than 64 of its keys have one hash"):
+        read_torch(io.BytesIO(file.getvalue()), Bytes(file.getvalue()))

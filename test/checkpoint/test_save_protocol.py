@@ -45,7 +45,9 @@ from xla_fsdp.checkpoint.step_directory import (
     all_attempts,
     complete_attempts,
     latest_step,
+    owner_of,
     read_marker,
+    remove,
 )
 from xla_fsdp.checkpoint.storage import open_storage
 
@@ -361,6 +363,33 @@ def test_a_step_without_marker_does_not_exist(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["step_00000001", "step_00000003"]
 
 
+@pytest.mark.parametrize("scheme", ["", "local://"])
+def test_deleting_never_follows_a_link(tmp_path: Path, scheme: str) -> None:
+    """A step of another run that is linked here, and files of it that are, stay in that run."""
+    theirs, own = tmp_path / "theirs", tmp_path / "own"
+    save_step(theirs, 5, 2)
+    before = {path.name: path.read_bytes() for path in theirs.glob("step_*/*")}
+    save_step(own, 1, 2)
+    (own / "step_00000005").symlink_to(theirs / "step_00000005")
+    (own / "step_00000001" / "more").symlink_to(theirs / "step_00000005")
+    for path in theirs.glob("step_*/rank-*"):
+        (own / "step_00000001" / f"{path.name}.link").hardlink_to(path)
+    save_step(f"{scheme}{own}", 6, 2, keep_last=1)
+    remove(open_storage(f"{scheme}{own}"), Attempt(5))
+    assert folders(own) == ["step_00000006"]
+    assert {path.name: path.read_bytes() for path in theirs.glob("step_*/*")} == before
+    assert steps(theirs) == [5]
+
+
+def test_what_is_mounted_is_left_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount needs rights that a test has not, so Python is told that there is one."""
+    save_step(tmp_path, 1, 2)
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path).endswith("step_00000001"))
+    with pytest.warns(UserWarning, match="is mounted at .*step_00000001 is not this run's"):
+        save_step(tmp_path, 2, 2, keep_last=1)
+    assert steps(tmp_path) == [1, 2]
+
+
 def test_a_step_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:
     save_step(tmp_path, 4, 2)
     other = picture(9)
@@ -634,3 +663,67 @@ def test_shards_of_every_dtype(tmp_path: Path) -> None:
         for rank in range(3):
             loaded = read(open_storage(tmp_path / suffix), shown, rank, 3)
             assert differences(loaded, shown, rank, 3, 1) == []
+
+
+def test_a_damaged_owner_says_what_to_do(tmp_path: Path) -> None:
+    save_step(tmp_path, 1, 2)
+    for content in (b"", b"{"):
+        (tmp_path / "job.json").write_bytes(content)
+        [error, _] = save_step(tmp_path, 2, 2)
+        assert "pass take_over=True, or delete this file" in str(error)
+        assert owner_of(open_storage(tmp_path)) is None
+        assert save_step(tmp_path, 2, 2, job=replace(JOB, take_over=True)) == [None, None]
+
+
+def test_what_describes_others_is_a_small_regular_file(tmp_path: Path) -> None:
+    save_step(tmp_path, 1, 2)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with open(tmp_path / "huge", "wb") as file:
+        file.truncate(1 << 36)
+    for bad, text in (
+        (fifo, "no regular file"),
+        (Path("/dev/zero"), "no regular file"),
+        (tmp_path / "huge", "68,719,476,736 bytes"),
+        (tmp_path, "a directory"),
+    ):
+        for name in ("job.json", "step_00000001/complete.json", "step_00000001/metrics.json"):
+            path = tmp_path / name
+            kept = path.read_bytes() if path.exists() else None
+            path.unlink(missing_ok=True)
+            path.symlink_to(bad)
+            for scheme in ("", "local://"):
+                with pytest.raises(CheckpointError, match=f"{path.name}: .*({text}|no regular)"):
+                    open_storage(f"{scheme}{tmp_path}").find(name)
+            path.unlink()
+            if kept is not None:
+                path.write_bytes(kept)
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        open_storage(tmp_path).find("x" * 5000)
+    assert open_storage(tmp_path).find("none") is None
+
+
+def test_what_a_killed_save_has_left_goes(tmp_path: Path) -> None:
+    save_step(tmp_path, 1, 2)
+    left = [
+        ".job.json.0123abcd.xla_fsdp.tmp",
+        "step_00000001/.x.0123abcd.xla_fsdp.tmp",
+        ".job.json.0123abce.xla_fsdp.tmp.new",
+    ]
+    for name in left:
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (0, 0))
+    with storage.AtomicFiles(overwrite=True) as files:
+        alive = Path(files.add(str(tmp_path / "alive")))
+        save_step(tmp_path, 2, 2)
+        assert [name for name in left if (tmp_path / name).exists()] == []
+        assert alive.exists()
+
+
+def test_a_thread_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> list[str]:
+        raise AttributeError("of no storage")
+
+    monkeypatch.setattr(commit, "tidy", fail)
+    with pytest.warns(UserWarning, match="AttributeError: of no storage"):
+        save_step(tmp_path, 1, 2)

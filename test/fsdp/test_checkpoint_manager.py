@@ -654,3 +654,23 @@ def test_a_preempted_job_finishes_the_save_before_it_leaves_the_block(tmp_path: 
     assert step in (5, 6)  # two steps later, or one more
     expected = [f"rank {rank}: 1 saved, complete [{step}]" for rank in range(2)]
     assert sorted(done.stdout.splitlines()) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"best": 3}, {"best": True}, {"async_": 1}, {"take_over": None}, {"keep_last": "2"}],
+    ids=str,
+)
+def test_arguments_are_checked_at_once(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    from xla_fsdp import CheckpointManager
+
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))}="):
+        CheckpointManager(tmp_path, **arguments)
+
+
+def test_what_is_best_is_checked_at_once() -> None:
+    from xla_fsdp.checkpoint.step_directory import Best
+
+    for arguments in ({"metric": 3}, {"metric": "loss", "keep": 1.5}):
+        with pytest.raises(ValueError, match="expected"):
+            Best(**arguments)

@@ -128,6 +128,8 @@ def on_2_ranks(rank: int, folder: str) -> dict[str, Any]:
     found["disagree"] = disagree(rank, Path(folder, "disagree"))
     found["hosts"] = hosts(rank, Path(folder, "hosts"))
     found["remote"] = remote()
+    found["dtypes"] = dtypes(Path(folder, "dtypes"))
+    found["empty groups"] = [empty_group(Path(folder, f"empty{at}"), at) for at in range(3)]
     return found
 
 
@@ -387,6 +389,72 @@ def remote() -> dict[str, bool]:
     return {"changed": changed, "back": before == host_bits(model), "latest": found["step"] == 2}
 
 
+def empty_group(directory: Path, at: int) -> list[float]:
+    """The learning rates that are loaded, one of them of a group without parameters."""
+    from xla_fsdp import load_checkpoint, save_checkpoint
+
+    model = fsdp(make(lambda: nn.Linear(FEATURES, 2)))
+
+    def optimizer(rate: float) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": [p]} for p in model.parameters()]
+        groups.insert(at, {"params": [], "lr": 0.07 + rate})
+        return torch.optim.SGD(groups, lr=0.1 + rate)
+
+    save_checkpoint(directory, model, optimizer(0.0), step=1)
+    other = optimizer(0.5)
+    load_checkpoint(directory, model, other)
+    return [group["lr"] for group in other.param_groups]
+
+
+def dtypes(directory: Path) -> dict[str, Any]:
+    """State that is loaded for parameters of another dtype than it was saved for, and a step."""
+    from xla_fsdp import load_checkpoint, save_checkpoint
+    from xla_fsdp.fsdp.state_dict import optim_api as api
+    from xla_fsdp.optim import HighPrecisionOptimizer
+
+    def adamw(params: Any) -> Any:
+        return torch.optim.AdamW(params, lr=0.01)
+
+    def momentum(params: Any) -> Any:
+        return torch.optim.SGD(params, lr=0.02, momentum=0.9)
+
+    def high(params: Any) -> Any:
+        return HighPrecisionOptimizer(params, torch.optim.AdamW, lr=0.01)
+
+    def job(make_optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+        model = fsdp(make(lambda: nn.Linear(FEATURES, 2)).to(dtype))
+        return model, make_optimizer(model.parameters())
+
+    def step(model: Any, optimizer: Any, dtype: torch.dtype) -> set[str]:
+        model(rows().to(dtype)).square().sum().backward()
+        optimizer.step()
+        states = [state.items() for state in optimizer.state.values()]
+        return {str(v.dtype) for each in states for name, v in each if name != "step"}
+
+    found = {}
+    pairs = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    for make_optimizer in (adamw, momentum, high):
+        for old, new in pairs[: 1 if make_optimizer is high else 2]:
+            model, optimizer = job(make_optimizer, old)
+            step(model, optimizer, old)
+            where = directory / f"{make_optimizer.__name__}{old}"
+            save_checkpoint(where, model, optimizer, step=1)
+            full = api.optim_state_dict(model, optimizer)
+            shards = api.sharded_optim_state_dict(model, optimizer)
+            loads = {
+                "step": lambda *own, where=where: load_checkpoint(where, *own),
+                "full": lambda *own, full=full: api.load_optim_state_dict(*own, full),
+                "shards": lambda *own, s=shards: api.load_sharded_optim_state_dict(*own, s),
+            }
+            for how, load in loads.items():
+                if make_optimizer is high and how != "step":
+                    continue  # an fp32 parameter has no master weights to load
+                other = job(make_optimizer, new)
+                load(*other)
+                found[f"{make_optimizer.__name__} {new} {how}"] = step(*other, new)
+    return found
+
+
 # ---------------------------------------------------------------- tests
 
 
@@ -553,3 +621,17 @@ def test_hosts_agree_on_the_step_that_all_have() -> None:
 def test_an_object_store() -> None:
     for rank in range(2):
         assert outcomes()[2][rank]["remote"] == {"changed": True, "back": True, "latest": True}
+
+
+def test_state_fits_the_dtype_of_the_parameters() -> None:
+    """What an optimizer keeps in fp32 for 16-bit parameters stays so."""
+    found = outcomes()[2][0]["dtypes"]
+    assert len(found) == 13
+    for what, dtypes in found.items():
+        name, dtype, _ = what.split()
+        assert dtypes == {"torch.float32" if name == "high" else dtype}, what
+
+
+def test_groups_without_parameters_keep_their_options() -> None:
+    found = outcomes()[2][0]["empty groups"]
+    assert found == [[0.07, 0.1, 0.1], [0.1, 0.07, 0.1], [0.1, 0.1, 0.07]]

@@ -60,7 +60,7 @@ from xla_fsdp.checkpoint.shard_files import (
     read_marker_file,
     verifying_shards,
 )
-from xla_fsdp.checkpoint.step_directory import is_step_file
+from xla_fsdp.checkpoint.step_directory import is_step_file, is_step_folder
 from xla_fsdp.checkpoint.storage import Storage, is_url, open_storage, split_path
 from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSource, full_path, source_of
 
@@ -178,7 +178,13 @@ def merge_files(shards: Sequence[Shard], save_path: str, options: MergeOptions) 
 
 def output_path(ckpt_prefix: str, save_path: str) -> str:
     """Return the full ``save_path``, or the default path of the merged file if that is empty."""
-    return full_path(save_path or f"{ckpt_prefix}{OUTPUT_MARK}.pth")
+    if save_path:
+        return full_path(save_path)
+    start = full_path(ckpt_prefix)
+    if os.path.isdir(start):  # beside it, and beside the run that a step is in
+        run, name = os.path.split(os.path.normpath(start))
+        start = f"{run}_{name}" if is_step_folder(name) else os.path.join(run, name)
+    return f"{start}{OUTPUT_MARK}.pth"
 
 
 def read_shards(
@@ -373,6 +379,13 @@ def _sources(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {key: source(value) for key, value in state_dict.items()}
 
 
+def _run_of(source: str) -> str | None:
+    """Return the directory of the run that a file of a step is in; None of any other file."""
+    folder, _ = split_path(source)
+    above, name = split_path(folder)
+    return above if is_step_folder(name) and has_marker(folder) else None
+
+
 def _find_path_problems(
     output: str, shards: Sequence[Shard], kind: Kind, *, overwrite: bool
 ) -> list[str]:
@@ -384,6 +397,13 @@ def _find_path_problems(
         return [f"{output}: holds the shard files, and would be replaced; choose another save_path"]
     if is_step_file(split_path(output)[1]):
         return [f"{output}: has the name of a file of a run or a step; choose another save_path"]
+    for run in {_run_of(path) for path in sources} - {None}:
+        if f"{os.path.realpath(output)}/".startswith(f"{os.path.realpath(str(run))}/"):
+            return [
+                f"{output}: is in the directory of the run, {run}, which holds only "
+                f"what save_checkpoint writes; choose a save_path beside it, such as "
+                f"{run}{OUTPUT_MARK}.pth"
+            ]
     if kind is Kind.DCP:
         job = _dcp_job(FullCheckpoint({}, {}, None), output, ())
         return job.find_problems(overwrite=overwrite)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import secrets
 import shutil
 import warnings
@@ -23,7 +24,7 @@ import zipfile
 import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from threading import Lock, Thread, current_thread
@@ -77,7 +78,7 @@ from xla_fsdp.checkpoint.format import (
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint
 from xla_fsdp.checkpoint.model_files import optimizer_content
 from xla_fsdp.checkpoint.outputs import Job, WriteOptions, drop_page_cache, find_url_problems
-from xla_fsdp.checkpoint.pickle_values import Global, Object, read_pickle
+from xla_fsdp.checkpoint.pickle_values import Global, Keys, Object, read_pickle
 from xla_fsdp.checkpoint.reshard import shard_of
 from xla_fsdp.checkpoint.shard_files import DCP_METADATA, Shard
 from xla_fsdp.checkpoint.step_directory import is_step_file
@@ -96,6 +97,7 @@ from xla_fsdp.checkpoint.tensor_source import (
     bytes_of,
     convert_tensors,
     read_bytes,
+    read_small_file,
 )
 from xla_fsdp.checkpoint.torch_file import Bytes, read_records, read_torch
 from xla_fsdp.distributed.shard_layout import LANES
@@ -338,6 +340,7 @@ _KNOWN = {  # in DCP's metadata, beside dtypes
     _METADATA + "TensorStorageMetadata",
     _METADATA + "_MEM_FORMAT_ENCODING",
 }
+MAX_METADATA = 1 << 31  # bytes of ``.metadata``
 MAX_PATH = 64  # nested keys of an entry
 
 Index = tuple[str, tuple[int, ...] | None]
@@ -402,15 +405,46 @@ def import_dcp(directory: str) -> Shard:
 def _imported(directory: str) -> Shard:
     reader = _Reader(directory)
     entries = dict(_entries(reader))
+    of_optimizer, beside = reader, _optimizer_beside(directory)
+    if beside is not None and not any(kind == OPTIM for kind, _, _ in entries):
+        of_optimizer = _Reader(beside)
+        entries |= {n: t for n, t in _entries(of_optimizer) if n[0] == OPTIM}
     model = {name: source for (kind, name, _), source in entries.items() if kind == "model"}
     if not model:
         raise CheckpointError(
-            f"holds no model; expected names that begin with 'model.', found "
+            f"holds no model; expected names that begin with 'model.' (of accelerate, give the "
+            f"directory pytorch_model_fsdp_0, not optimizer_0), found "
             f"{listed(map(shown, sorted(reader.metadata.tensors)), len(reader.metadata.tensors))}"
         )
-    optimizer = _Optimizer(reader, entries)
-    return _shard(directory, model, optimizer)
+    shard = _shard(directory, model, _Optimizer(of_optimizer, entries))
+    return replace(shard, left_behind=_left_behind(reader))
 
+
+def _optimizer_beside(directory: str) -> str | None:
+    """Return the directory that accelerate writes for the optimizer beside that of a model."""
+    above, name = os.path.split(directory.rstrip(os.sep))
+    match = _ACCELERATE.fullmatch(name)
+    beside = os.path.join(above, f"optimizer_{match[1]}") if match else ""
+    return beside if os.path.exists(os.path.join(beside, DCP_METADATA)) else None
+
+
+_ACCELERATE = re.compile(r"pytorch_model_fsdp_(\d+)")
+
+
+def _left_behind(reader: _Reader) -> tuple[str, ...]:
+    """Return the first keys of all entries that belong to neither model nor optimizer."""
+    metadata = reader.metadata
+    paths = {entry: reader.path_of(entry) for entry in (*metadata.tensors, *metadata.values)}
+    left = (
+        shown(path[0])[1:-1]
+        for entry, path in paths.items()
+        if path[0] != OPTIM and (entry in metadata.values or _name(path) is None)
+    )
+    return tuple(dict.fromkeys(left))
+
+
+OPTIM, APP = "optim", "app"
+OPTIMIZERS = (OPTIM, "optimizer")
 
 Name = tuple[str, str, str]  # ("model", name, "") or ("optim", parameter, state)
 
@@ -425,6 +459,14 @@ def _entries(reader: _Reader) -> Iterator[tuple[Name, TensorSource]]:
             yield name, reader.source(entry, tensor)
 
 
+def _inner(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the keys of an entry as those of ``{"model": ..., "optim": ...}``: torch's tutorial
+    has another dict around these, and torchtitan and accelerate another name."""
+    if path[0] == APP and len(path) > 1:
+        path = path[1:]
+    return (OPTIM, *path[1:]) if path[0] in OPTIMIZERS and len(path) > 1 else path
+
+
 def _name(path: tuple[Any, ...]) -> Name | None:
     if path[0] == "model" and len(path) == 2:
         return "model", str(path[1]), ""
@@ -435,6 +477,9 @@ def _name(path: tuple[Any, ...]) -> Name | None:
         parameter, _, state = str(path[1]).removeprefix("state.").rpartition(".")
         return "optim", parameter, state
     return None if len(path) > 1 else ("model", str(path[0]), "")
+
+
+_FLAT_GROUPS = "param_groups."
 
 
 class _Optimizer:
@@ -448,15 +493,27 @@ class _Optimizer:
         }
         self.groups: dict[int, dict[str, Any]] = defaultdict(dict)
         self.values: dict[str, dict[str, Any]] = defaultdict(dict)
+        self._options: dict[str, dict[str, Any]] = defaultdict(dict)
         for entry in reader.metadata.values:
             path = reader.path_of(entry)
-            if path[0] != "optim":
+            if path[0] != OPTIM:
                 continue
             if path[1:2] == ("param_groups",) and len(path) == 4:
                 typed(path[2], int, f"the group in {shown(entry)}")
                 self.groups[path[2]][path[3]] = reader.value(entry)
+            elif len(path) == 2 and str(path[1]).startswith(_FLAT_GROUPS):
+                # Of flatten_optimizer_state_dict=True: options of each parameter.
+                parameter, _, option = str(path[1]).removeprefix(_FLAT_GROUPS).rpartition(".")
+                self._options[parameter][option] = reader.value(entry)
             elif (name := _name(path)) is not None and name[0] == "optim":
                 self.values[name[1]][name[2]] = reader.value(entry)
+        for parameter, options in self._options.items():  # those of equal options were one group
+            own = {**options, "params": 0}
+            alike = (g for g in self.groups.values() if {**g, "params": 0} == own)
+            group = next(alike, None) or {**options, "params": []}
+            if not group["params"]:
+                self.groups[len(self.groups)] = group
+            group["params"].append(parameter)
 
     def state(self, records: Mapping[str, ParamRecord]) -> OptimizerState | None:
         """Return the optimizer's state; tensors of their parameter's shape have kind ``SHARD``.
@@ -522,7 +579,7 @@ class _Reader:
 
     def path_of(self, entry: str) -> tuple[Any, ...]:
         """Return the nested keys of an entry in the saved state dict."""
-        return self.metadata.paths.get(entry) or tuple(entry.split(".", 1))
+        return _inner(self.metadata.paths.get(entry) or tuple(entry.split(".", 1)))
 
     def source(self, entry: str, tensor: _Tensor) -> TensorSource:
         data = _Entry(self, entry, tensor)
@@ -611,8 +668,7 @@ class _Entry:
 def _checked_metadata(directory: str) -> _Metadata:
     path = os.path.join(directory, DCP_METADATA)
     try:
-        file = LocalFile(path)
-        data = io.BytesIO(read_bytes(file, 0, file.nbytes))
+        data = io.BytesIO(read_small_file(path, MAX_METADATA))
         metadata = _metadata(read_pickle(data, lambda name: name in _KNOWN or _is_dtype(name)))
         raise_if(list(_problems(metadata, directory)))
     except CheckpointError as error:
@@ -636,8 +692,10 @@ def _metadata(value: Any) -> _Metadata:
         raise CheckpointError(f"holds {found}, expected DCP's Metadata")
     content = _state(value)
     items: dict[Index, _Item] = {}
+    keys = Keys()
     for index, info in item(content, "storage_data", dict, "").items():
         key = _index(index)
+        keys.count(key, hash(key))
         if key in items:
             raise CheckpointError(f"{shown(key[0])} at {key[1]} has two items")
         items[key] = _item(info, f"the item of {shown(key[0])}")
@@ -656,6 +714,8 @@ def _metadata(value: Any) -> _Metadata:
             raise CheckpointError(f"its tensors have more parts than the {len(items):,} items")
         spec = TensorSpec(_dtype(fields["properties"]), _shape(fields["size"], where))
         tensors[name] = _Tensor(spec, tuple(_box(chunk, where) for chunk in chunks))
+        for chunk in tensors[name].chunks:
+            keys.count((name, chunk.offsets), hash((name, chunk.offsets)))
     paths = dict(_paths(item(content, "planner_data", object, ""), {*tensors, *values}))
     return _Metadata(tensors, values, items, paths)
 

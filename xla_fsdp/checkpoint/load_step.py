@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,12 +81,14 @@ class LoadedStep:
         values: saved beside the tensors, by topic.
         same_ranks: whether the numbers of ranks and of tensor-parallel parts are those of the job
             that saved, so that each rank has the same shard again.
+        saved_dtypes: of the tensors in ``model``, as they were saved, by the same keys.
     """
 
     model: dict[str, Tensor]
     optimizer: OptimizerState | None
     values: dict[str, Any]
     same_ranks: bool
+    saved_dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
 
 
 def load_step(
@@ -188,7 +190,7 @@ def _read(found: ReadPlan, values: dict[str, Any], threads: int, same_ranks: boo
             for key, entries in found.optimizer.states.items()
         }
         optimizer = replace(found.optimizer, states=loaded)
-    return LoadedStep(model, optimizer, values, same_ranks)
+    return LoadedStep(model, optimizer, values, same_ranks, found.saved_dtypes)
 
 
 def _read_tensors(wanted: Mapping[str, TensorSource], threads: int) -> dict[str, Tensor]:

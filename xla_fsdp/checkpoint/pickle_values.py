@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
+
 from xla_fsdp.checkpoint.errors import CheckpointError, shown
 
 MAX_INT_BYTES = 512  # as long as JSON's integers may be in Python; hashing longer ones takes time
 MAX_KEY_PARTS = 64
+MAX_ALIKE = 64  # keys of one hash
 MAX_DEPTH = 100  # far below the depth at which Python's recursion ends
 EXPANSION = 16  # values in the containers of a pickle, for each of its bytes
 
@@ -110,7 +113,12 @@ def convert_plain(value: Any, length: int, convert: Callable[[Any], Any]) -> Any
     Raises:
         CheckpointError: if the copy would be too deep, or too large for such a pickle.
     """
-    room = EXPANSION * (length + MAX_INT_BYTES)
+    room, keys = EXPANSION * (length + MAX_INT_BYTES), Keys()
+
+    def walk_key(key: Any, depth: int) -> Any:
+        converted = walk(key, depth)
+        keys.check([converted])
+        return converted
 
     def walk(value: Any, depth: int) -> Any:
         nonlocal room
@@ -125,14 +133,15 @@ def convert_plain(value: Any, length: int, convert: Callable[[Any], Any]) -> Any
         if isinstance(value, PLAIN):
             return value
         if isinstance(value, dict):
-            return {walk(k, depth + 1): walk(v, depth + 1) for k, v in value.items()}
-        if type(value) in (list, tuple, set, frozenset):
+            return {walk_key(k, depth + 1): walk(v, depth + 1) for k, v in value.items()}
+        if type(value) in (set, frozenset):
+            return type(value)(walk_key(each, depth + 1) for each in value)
+        if type(value) in (list, tuple):
             return type(value)(walk(each, depth + 1) for each in value)
         if isinstance(value, Object) and value.name in _MAPPINGS:
-            return {walk(k, depth + 1): walk(v, depth + 1) for k, v in _items(value)}
+            return {walk_key(k, depth + 1): walk(v, depth + 1) for k, v in _items(value)}
         if isinstance(value, Object) and value.name == "builtins.set":
-            _check_keys(*value.args)
-            return {walk(each, depth + 1) for each in value.args[0]}
+            return {walk_key(each, depth + 1) for each in value.args[0]}
         return convert(value)
 
     return walk(value, 0)
@@ -141,18 +150,37 @@ def convert_plain(value: Any, length: int, convert: Callable[[Any], Any]) -> Any
 def _items(mapping: Object) -> Iterator[tuple[Any, Any]]:
     """Yield what is in an ``OrderedDict`` or ``Counter``; protocol 2 gives it as an argument."""
     for given in mapping.args:
-        pairs = list(given.items() if isinstance(given, dict) else given)
-        _check_keys(key for key, _ in pairs)
-        yield from pairs
+        yield from given.items() if isinstance(given, dict) else given
     yield from mapping.items.items()
 
 
-def _check_keys(keys: Iterable[Any]) -> None:
-    for key in keys:
-        parts = key if type(key) is tuple else (key,)
-        kinds = (*PLAIN, Object, Global)
-        if len(parts) > MAX_KEY_PARTS or not all(isinstance(part, kinds) for part in parts):
-            raise CheckpointError(f"refused: a key of a dict or set is a {type(key).__name__}")
+class Keys:
+    """Checks the keys of all dicts and sets that are made of one file.
+
+    A dict takes time in proportion to the square of the number of its keys that have one hash.
+    Python's hashes of text are random; those of numbers and tuples can be chosen.
+    """
+
+    def __init__(self) -> None:
+        self._of_hash: dict[int, set[Any]] = {}
+
+    def check(self, keys: Iterable[Any]) -> None:
+        """Raise ``CheckpointError`` for a key of another kind, or if too many have one hash."""
+        for key in keys:
+            if isinstance(key, str | bytes):
+                continue
+            parts = key if isinstance(key, tuple) else (key,)
+            kinds = (*PLAIN, Object, Global, torch.device, torch.dtype)
+            if len(parts) > MAX_KEY_PARTS or not all(isinstance(part, kinds) for part in parts):
+                raise CheckpointError(f"refused: a key of a dict or set is a {type(key).__name__}")
+            self.count(key, hash(key))
+
+    def count(self, key: Any, hashed: int) -> None:
+        """Raise ``CheckpointError`` if too many keys have this hash."""
+        alike = self._of_hash.setdefault(hashed, set())
+        alike.add(key)
+        if len(alike) > MAX_ALIKE:
+            raise CheckpointError(f"refused: more than {MAX_ALIKE} of its keys have one hash")
 
 
 _PythonUnpickler: Any = pickle._Unpickler  # whose methods the types of Python leave out
@@ -163,7 +191,7 @@ class _Reader(_PythonUnpickler):
 
     def __init__(self, file: Any, is_known: Callable[[str], bool], advice: str) -> None:
         super().__init__(file, encoding="utf-8")
-        self._is_known, self._advice = is_known, advice
+        self._is_known, self._advice, self._keys = is_known, advice, Keys()
 
     def find_class(self, module: str, name: str) -> Global:
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"
@@ -194,23 +222,23 @@ class _Reader(_PythonUnpickler):
         self.append(self.read(int.from_bytes(self.read(8), "little")))
 
     def load_setitem(self) -> None:
-        _check_keys(self.stack[-2:-1])
+        self._keys.check(self.stack[-2:-1])
         super().load_setitem()
 
     def load_setitems(self) -> None:
-        _check_keys(self.stack[::2])
+        self._keys.check(self.stack[::2])
         super().load_setitems()
 
     def load_dict(self) -> None:
-        _check_keys(self.stack[::2])
+        self._keys.check(self.stack[::2])
         super().load_dict()
 
     def load_additems(self) -> None:
-        _check_keys(self.stack)
+        self._keys.check(self.stack)
         super().load_additems()
 
     def load_frozenset(self) -> None:
-        _check_keys(self.stack)
+        self._keys.check(self.stack)
         super().load_frozenset()
 
     def refuse(self) -> NoReturn:

@@ -67,6 +67,16 @@ def identify(metadata: Any) -> Identity:
     )
 
 
+def absent_names(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> list[str]:
+    """Return the parameters that the metadata lists and the state dict of a script lacks, as it has
+    left a part of the model out; they are not merged."""
+    if _is_torch_xla(metadata):
+        members = dict(_members_of_keys(metadata))
+    else:
+        members = {r.key: r.members for r in ShardMetadata.from_dict(metadata).params}
+    return [each.name for key, own in members.items() if key not in state_dict for each in own]
+
+
 def shared_part(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the part of the metadata that is equal on all ranks of one model."""
     keys = TORCH_XLA_KEYS if _is_torch_xla(metadata) else OWN_KEYS
@@ -101,16 +111,16 @@ def make_plan(
 def _own_plan(metadata: ShardMetadata, state_dict: Mapping[str, Any]) -> MergePlan:
     size, parts = metadata.world_size, metadata.tensor_parts
     sharded = {record.key: _own_entry(record, size, parts) for record in metadata.params}
-    raise_if(
-        [
-            f"model has no {key}, which shard_metadata lists"
-            for key in sharded
-            if key not in state_dict
-        ]
-    )
+    absent = [key for key in sharded if key not in state_dict]
+    if metadata.step is not None or len(absent) == len(sharded):
+        raise_if([f"model has no {key}, which shard_metadata lists" for key in absent])
+    for key in absent:
+        del sharded[key]
     unsharded = {k: k for k in state_dict if k not in sharded and k not in metadata.ties}
     dtypes = {k: dtype_named(name) for k, name in metadata.buffers.items() if k in unsharded}
-    return MergePlan(size, sharded, unsharded, dtypes, metadata.ties, metadata.optimizer)
+    lost = {member.name for r in metadata.params if r.key in absent for member in r.members}
+    ties = {alias: name for alias, name in metadata.ties.items() if name not in lost}
+    return MergePlan(size, sharded, unsharded, dtypes, ties, metadata.optimizer)
 
 
 def _own_entry(record: ParamRecord, world_size: int, parts: int) -> ShardedEntry:
@@ -174,7 +184,8 @@ def _torch_xla_plan(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> 
     # torch_xla does not save aliases of weights tied inside one FSDP unit: the result lacks them,
     # and the model that loads it must tie them again.
     _, world_size = _torch_xla_identity(metadata)
-    members = dict(_members_of_keys(metadata))
+    listed = dict(_members_of_keys(metadata))
+    members = {key: own for key, own in listed.items() if key in state_dict} or listed
     raise_if(
         [
             f"model has no tensor {key}, which shard_metadata lists"

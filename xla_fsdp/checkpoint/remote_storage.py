@@ -25,7 +25,13 @@ from threading import Semaphore
 from typing import Any
 
 from xla_fsdp.checkpoint.errors import CheckpointError, T, failing
-from xla_fsdp.checkpoint.tensor_source import Buffer, ByteSource, RecentBlocks
+from xla_fsdp.checkpoint.tensor_source import (
+    SMALL,
+    Buffer,
+    ByteSource,
+    RecentBlocks,
+    check_size,
+)
 
 # A put is seen in whole or not at all, and there are no folders to make.
 OBJECT_STORES = frozenset({"gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oss", "oci", "r2"})
@@ -170,11 +176,10 @@ class RemoteStorage:
         return folders
 
     def read(self, name: str) -> bytes:
-        return self._ask(name, "cannot be read", lambda: self._fs.cat_file(self._path(name)))
+        return self._ask(name, "cannot be read", lambda: self._small(name))
 
     def find(self, name: str) -> bytes | None:
-        path = self._path(name)
-        return self._ask(name, "cannot be read", lambda: self._fs.cat_file(path), missing=None)
+        return self._ask(name, "cannot be read", lambda: self._small(name), missing=None)
 
     def source(self, name: str, nbytes: int | None = None) -> ByteSource:
         path = self._path(name)
@@ -234,12 +239,34 @@ class RemoteStorage:
 
     def delete(self, name: str) -> None:
         path = self._path(name)
-        self._ask(name, "could not be removed", lambda: self._fs.rm_file(path), missing=None)
+
+        def remove() -> None:
+            if not self._is_link(path.rpartition("/")[0]):
+                self._fs.rm_file(path)
+
+        self._ask(name, "could not be removed", remove, missing=None)
 
     def delete_folder(self, folder: str) -> None:
         path = self._path(folder)
-        remove = lambda: self._fs.rm(path, recursive=True)  # noqa: E731
+
+        def remove() -> None:
+            if self._is_link(path):
+                self._fs.rm_file(path)
+            else:
+                self._fs.rm(path, recursive=True)
+
         self._ask(folder, "could not be removed", remove, missing=None)
+
+    def _is_link(self, path: str) -> bool:
+        """Return whether a folder below this one is a link, as in file systems other than object
+        stores: what is in there may be somebody else's."""
+        if self._has_objects or path == self._root:
+            return False
+        found = self._fs.info(path)
+        return found["type"] == "link" or bool(found.get("islink"))
+
+    def sweep(self, folder: str) -> None:
+        """Nothing: a store has no locks. ``delete_folder`` deletes what is hidden, too."""
 
     def settled(self, check: Callable[[], list[str]]) -> list[str]:
         for pause in self._patience.pauses():
@@ -276,6 +303,15 @@ class RemoteStorage:
     def _find(self) -> dict[str, dict[str, Any]]:
         self._fs.invalidate_cache()
         return self._fs.find(self._root, maxdepth=2, detail=True)
+
+    def _small(self, name: str) -> Any:
+        path = self._path(name)
+        self._fs.invalidate_cache()
+        found = self._fs.info(path)
+        if found["type"] not in ("file", "link"):  # opening a pipe would wait for a writer
+            raise CheckpointError(f"{self._url(name)}: cannot be read: it is no regular file")
+        check_size(self._url(name), found["size"] or 0, SMALL)
+        return self._fs.cat_file(path)
 
     def _size(self, path: str) -> int:
         self._fs.invalidate_cache()

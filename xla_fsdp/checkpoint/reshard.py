@@ -106,11 +106,13 @@ class ReadPlan:
         model: by key of the target's state dict; shards are vectors.
         optimizer: with the target's groups and keys; None if the target has no optimizer.
         problems: one line each. If there are any, the rest must not be used.
+        saved_dtypes: of the tensors in ``model``, as they were saved, by the target's keys.
     """
 
     model: dict[str, TensorSource] = field(default_factory=dict)
     optimizer: OptimizerState | None = None
     problems: list[str] = field(default_factory=list)
+    saved_dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
 
 
 class SourceCheckpoint:
@@ -148,6 +150,13 @@ class SourceCheckpoint:
             sources = [shard.state_dict[key] for shard in self._shards]
             self._full[key] = dict(full_members(self.plan.sharded[key], sources))
         return self._full[key][name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype in which ``name`` is saved."""
+        key = self.key_of[name]
+        entry = self.plan.sharded.get(key)
+        dtype: torch.dtype = self.own.state_dict[key].dtype if entry is None else entry.dtype
+        return dtype
 
     def resolve(self, name: str) -> str:
         """Return the canonical name of a tied tensor, under which it is saved; else ``name``."""
@@ -260,6 +269,7 @@ class _ModelReader:
             names = self._names(record.key, record.members)
             if not names:
                 continue
+            self._plan.saved_dtypes[record.key] = set(map(source.dtype_of, names))
             if same := source.same_shard(record, metadata):
                 model[record.key] = source.own.state_dict[same]
                 continue
@@ -269,6 +279,7 @@ class _ModelReader:
         for name, shape in self._target.unsharded.items():
             for found in self._names(name, (MemberRecord(name, shape),)):
                 model[name] = source.full(found)
+                self._plan.saved_dtypes[name] = {source.dtype_of(found)}
         if self._strict:
             self._plan.problems += [
                 f"{name} is in the checkpoint, but not in the model"
@@ -377,7 +388,7 @@ class _OptimizerReader:
                 by_group.setdefault(self._group_of[name], name)
         found = [self._old_groups[each].options for each in by_group]
         if not found:
-            return {}
+            return self._options_of_empty(index) if not names else {}
         if any(options != found[0] for options in found):
             self._problems.append(
                 f"group {index} of the optimizer joins parameters of several groups of the "
@@ -386,6 +397,11 @@ class _OptimizerReader:
                 f"optimizer with the same groups (flatten_parameters joins parameters, too)"
             )
         return found[0]
+
+    def _options_of_empty(self, index: int) -> dict[str, Any]:
+        """Return the hyperparameters of a group without parameters, which its place tells."""
+        empty = index < len(self._old_groups) and not self._old_groups[index].params
+        return self._old_groups[index].options if empty else {}
 
     def _states(self, key: str) -> dict[str, dict[str, StateEntry]]:
         """Return ``{key: its states}``; {} if none are saved."""

@@ -56,6 +56,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -153,9 +154,10 @@ def read_header(source: ByteSource, name: str) -> Header:
         raise prefixed(error, name) from error
 
 
-def tensor_of(source: ByteSource, entry: Entry) -> TensorSource:
+def tensor_of(source: ByteSource, entry: Entry, checksum: str | None = None) -> TensorSource:
     """Return a source of a tensor in a file."""
-    return TensorSource(entry.spec, Part(source, entry.start, entry.spec.nbytes))
+    data = Part(source, entry.start, entry.spec.nbytes)
+    return TensorSource(entry.spec, data, checksum=checksum)
 
 
 def shard_metadata_of(header: Header) -> dict[str, Any]:

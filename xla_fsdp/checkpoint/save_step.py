@@ -62,6 +62,7 @@ from xla_fsdp.checkpoint.step_directory import (
     all_attempts,
     is_owner,
     newest_complete,
+    owner_of,
     read_job,
     remove,
     tidy,
@@ -387,7 +388,13 @@ class Save:
     def _look(self) -> _Place:
         self._remains = frozenset(all_attempts(self._storage))
         attempts = [each for each in self._remains if each.step == self._step]
-        owner = read_job(self._storage)
+        try:
+            owner = read_job(self._storage)
+        except CheckpointError as error:
+            owner = owner_of(self._storage)
+            if owner is None and not self._job.take_over:
+                remedy = "If no other job saves there, pass take_over=True, or delete this file"
+                raise CheckpointError([f"{line}. {remedy}" for line in error.problems]) from error
         return _Place(
             shard=self._file.shard,
             agreed={
@@ -604,9 +611,7 @@ class Save:
 
     def _tidy(self) -> None:
         # The step is saved: a failure to delete older ones must not end the job.
-        at = (self._storage, self._attempt, self._keep, self._job.token, self._remains)
-        problems, failure = self._try(lambda: tidy(*at))
-        self._not_deleted = [*(problems or ()), *failure]
+        self._not_deleted = self._tidied()
 
     def _try(self, phase: Callable[[], T]) -> tuple[T | None, list[str]]:
         """Return the result of ``phase``, or the problems of its ``CheckpointError``."""
@@ -614,6 +619,13 @@ class Save:
             return phase(), []
         except CheckpointError as error:
             return None, error.problems
+
+    def _tidied(self) -> list[str]:
+        try:
+            at = (self._storage, self._attempt, self._keep, self._job.token, self._remains)
+            return tidy(*at)
+        except Exception as error:  # or the thread would end without anybody being told
+            return lines_of(error)
 
     # ------------------------------------------------------------ the end of the process
 

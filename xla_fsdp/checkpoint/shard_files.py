@@ -41,11 +41,10 @@ from xla_fsdp.checkpoint.storage import fetch, is_url, open_storage, split_path
 from xla_fsdp.checkpoint.tensor_source import (
     LOCAL,
     ByteSource,
-    LocalFile,
     RecentBlocks,
     TensorSource,
     full_path,
-    read_bytes,
+    read_small_file,
 )
 from xla_fsdp.checkpoint.torch_file import read_torch_file
 
@@ -72,6 +71,7 @@ class Shard:
         digest: of the file's description; None if it was not read from one.
         verified: whether whatever is read is verified, without checksums that are listed.
         copy: that was made of a remote file, and is deleted with the shard.
+        left_behind: what else is there, and is not read.
     """
 
     source: str
@@ -83,6 +83,7 @@ class Shard:
     digest: str | None = None
     verified: bool = False
     copy: Any = field(default=None, repr=False, compare=False)
+    left_behind: tuple[str, ...] = ()
 
     def tensors(self) -> Iterator[tuple[str, TensorSource]]:
         """Yield every tensor of the shard by its name in a file."""
@@ -127,6 +128,8 @@ def _find_local(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
         return _files_of_step(os.path.join(ckpt_prefix, attempts[-1].folder))
     if os.path.exists(os.path.join(ckpt_prefix, MARKER)):
         return _files_of_step(ckpt_prefix)
+    if dirs := glob(os.path.join(escape(ckpt_prefix), "pytorch_model_fsdp_*", DCP_METADATA)):
+        return sorted(map(os.path.dirname, dirs))  # of accelerate
     folder = os.path.join(escape(ckpt_prefix), "")
     return sorted(glob(f"{folder}*.pth") + glob(f"{folder}*{SAFETENSORS}"))
 
@@ -142,7 +145,7 @@ def _find_remote(url: str, suffix: str) -> list[str]:
         return [
             os.path.join(folder, n) for n in open_storage(folder).names() if fnmatchcase(n, pattern)
         ]
-    if storage.find(DCP_METADATA) is not None:
+    if DCP_METADATA in storage.sizes(""):
         return [url]
     if attempts := complete_attempts(storage):
         return _files_of_step(f"{url}/{attempts[-1].folder}")
@@ -174,6 +177,11 @@ def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> 
 
 def nothing_found(ckpt_prefix: str, ckpt_suffix: str) -> str:
     """Return the error message if ``find_files`` finds nothing."""
+    if not is_url(ckpt_prefix) and os.path.isfile(_local(ckpt_prefix)):
+        return (
+            f"{ckpt_prefix}: is one file, and no prefix of shard files; "
+            f"'inspect {ckpt_prefix}' shows what is in it"
+        )
     if _is_directory(ckpt_prefix, ckpt_suffix):
         return f"{ckpt_prefix}: holds no complete step and no shard file"
     if ckpt_suffix != DEFAULT_SUFFIX:
@@ -211,11 +219,7 @@ def has_marker(folder: str) -> bool:
 def read_marker_file(folder: str) -> Marker:
     """Read the marker in a step's directory; raise ``CheckpointError`` if it is malformed."""
     name = os.path.join(folder, MARKER)
-    if is_url(folder):
-        data = open_storage(folder).read(MARKER)
-    else:
-        file = LocalFile(name)
-        data = read_bytes(file, 0, file.nbytes)
+    data = open_storage(folder).read(MARKER) if is_url(folder) else read_small_file(name)
     marker = Marker.from_bytes(data, name)
     own = folder if is_url(folder) else os.path.abspath(folder)
     check_step(marker, os.path.basename(own), name)

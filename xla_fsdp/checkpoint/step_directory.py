@@ -45,6 +45,11 @@ def is_step_file(name: str) -> bool:
     return name in (MARKER, METRICS, JOB) or _RANK_FILE.fullmatch(name) is not None
 
 
+def is_step_folder(name: str) -> bool:
+    """Return whether a folder of this name in the directory of a run is one of a step."""
+    return _FOLDER.fullmatch(name) is not None
+
+
 _RANDOM = secrets.token_hex(4)  # of this process and its forks
 
 
@@ -83,9 +88,11 @@ class Best:
     keep: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.metric, str):
+            raise ValueError(f"metric={self.metric!r}; expected the name of a metric")
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode={self.mode!r}; expected 'min' or 'max'")
-        if self.keep < 1:
+        if not isinstance(self.keep, int) or isinstance(self.keep, bool) or self.keep < 1:
             raise ValueError(f"keep={self.keep!r}; expected a whole number, 1 or more")
 
     def ordered(self, metrics: Mapping[Attempt, Mapping[str, float]]) -> list[Attempt]:
@@ -223,6 +230,15 @@ def read_job(storage: Storage, folder: str = "") -> JobRecord | None:
     return None if data is None else JobRecord.from_bytes(data, f"{storage.where}/{name}")
 
 
+def owner_of(storage: Storage) -> JobRecord | None:
+    """Return the record of the job that owns the directory; None if there is none or it is damaged,
+    so that no job is known."""
+    data = storage.find(JOB)
+    with suppress(CheckpointError):
+        return None if data is None else JobRecord.from_bytes(data, JOB)
+    return None
+
+
 def is_owner(storage: Storage, job: str) -> bool:
     """Return whether no other job has taken the directory over."""
     owner = read_job(storage)
@@ -259,6 +275,8 @@ def tidy(
     complete = [each for each in _complete(tree) if each <= newest]
     kept = {newest} | keep.kept(complete, partial(read_metrics, storage))
     problems: list[str] = []
+    for folder in ("", *(each.folder for each in sorted(kept))):
+        storage.sweep(folder)
     for attempt in listed:
         if attempt not in kept and (attempt < newest or attempt in remains):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 from xla_fsdp.checkpoint.errors import CheckpointError, one_line, printable
@@ -33,9 +34,16 @@ def describe_steps(
     """
     if not storage.names():
         raise CheckpointError(f"{storage.where}: there is no such directory, or nothing is in it")
-    tree, problems = storage.tree(), list[str]()
+    attempts, tree, problems = all_attempts(storage), storage.tree(), list[str]()
+    if not attempts and storage.find(MARKER) is not None:
+        raise CheckpointError(
+            f"{storage.where}: is one step; list {os.path.dirname(storage.where.rstrip('/'))}, or "
+            f"inspect this"
+        )
+    if not attempts:
+        raise CheckpointError(f"{storage.where}: holds no step that save_checkpoint wrote")
     rows: list[tuple[str, ...]] = [HEAD]
-    for attempt in all_attempts(storage):
+    for attempt in attempts:
         sizes = tree.get(attempt.folder, {})
         row, found = _row(storage, attempt, sizes)
         if verify is not None and not found and MARKER in sizes:
@@ -70,4 +78,12 @@ def _row(
     shown = one_line(", ".join(f"{name}={value}" for name, value in metrics))
     size, count = str(marker.world_size), str(len(marker.files))
     job = printable(marker.job or "")[:LONGEST_JOB]
-    return (*start, "complete", size, count, f"{nbytes:,}", job, shown), []
+    folder = f"{storage.where.rstrip('/')}/{attempt.folder}"
+    problems = [
+        f"{folder}/{name}: {record.nbytes:,} bytes were written, but "
+        f"{f'{sizes[name]:,}' if name in sizes else 'none'} are here"
+        for name, record in marker.files.items()
+        if sizes.get(name) != record.nbytes
+    ]
+    state = "lacks files" if problems else "complete"
+    return (*start, state, size, count, f"{nbytes:,}", job, shown), problems

@@ -14,6 +14,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -28,6 +29,7 @@ from xla_fsdp.checkpoint.tensor_source import (
     LocalFile,
     full_path,
     read_bytes,
+    read_small_file,
 )
 
 UPLOADED = 1 << 25  # bytes of an upload that are in memory at a time
@@ -58,10 +60,10 @@ class Storage(Protocol):
         """Return the sizes of the files in every folder, by its name; asks the store once."""
 
     def read(self, name: str) -> bytes:
-        """Read a file."""
+        """Read a small file, of at most ``SMALL`` bytes."""
 
     def find(self, name: str) -> bytes | None:
-        """Read a file; None if it does not exist."""
+        """Read a small file; None if it does not exist."""
 
     def source(self, name: str, nbytes: int | None = None) -> ByteSource:
         """Return a source that reads ranges of a file.
@@ -84,10 +86,15 @@ class Storage(Protocol):
         """
 
     def delete(self, name: str) -> None:
-        """Delete a file, durably, if it exists."""
+        """Delete a file, durably, if it exists; nothing if its folder is a link, or mounted."""
 
     def delete_folder(self, folder: str) -> None:
-        """Delete a folder and its content, if it exists."""
+        """Delete a folder and its content, if it exists; of a link, only the link. A folder with a
+        mount is left, and an error."""
+
+    def sweep(self, folder: str) -> None:
+        """Delete what killed processes have left in a folder under hidden names, if it can be told
+        that they do not live any more."""
 
     def settled(self, check: Callable[[], list[str]]) -> list[str]:
         """Return the problems that ``check`` finds in a listing.
@@ -163,13 +170,15 @@ class LocalStorage:
         return {name: self.sizes(name) for name in self.names() if (self._root / name).is_dir()}
 
     def read(self, name: str) -> bytes:
-        with failing(self._root / name, "cannot be read"):
-            return (self._root / name).read_bytes()
+        return read_small_file(self._root / name)
 
     def find(self, name: str) -> bytes | None:
-        with failing(self._root / name, "cannot be read"), suppress(FileNotFoundError):
-            return (self._root / name).read_bytes()
-        return None
+        try:
+            return read_small_file(self._root / name)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
 
     def source(self, name: str, nbytes: int | None = None) -> ByteSource:
         return LocalFile(str(self._root / name))
@@ -209,14 +218,40 @@ class LocalStorage:
 
     def delete(self, name: str) -> None:
         path = self._root / name
+        if self._is_elsewhere(path.parent):
+            return
         with failing(path, "could not be removed"), suppress(FileNotFoundError):
             os.unlink(path)
             _sync_folder(path.parent)
 
     def delete_folder(self, folder: str) -> None:
         path = self._root / folder
+        if path.is_symlink():
+            self.delete(folder)
+            return
+        if self._is_elsewhere(path.parent):
+            return
+        inside = (os.path.join(above, each) for above, names, _ in os.walk(path) for each in names)
+        if mounted := [each for each in (str(path), *inside) if os.path.ismount(each)]:
+            raise CheckpointError(
+                f"{path}: could not be removed: what is mounted at {mounted[0]} is not this run's"
+            )
         with failing(path, "could not be removed"), suppress(FileNotFoundError):
             shutil.rmtree(path)
+
+    def sweep(self, folder: str) -> None:
+        path = self._root / folder
+        if not self._is_elsewhere(path):
+            remove_abandoned(str(path))
+
+    def _is_elsewhere(self, folder: Path) -> bool:
+        """Return whether a folder below this directory is reached through a link or a mount, so
+        that what is in there may be somebody else's."""
+        while folder != self._root:
+            if folder.is_symlink() or os.path.ismount(folder):
+                return True
+            folder = folder.parent
+        return False
 
     def settled(self, check: Callable[[], list[str]]) -> list[str]:
         return check()
@@ -302,7 +337,8 @@ class AtomicFiles:
                 folder.rmdir()
 
 
-_TEMPORARY = re.compile(r"\..*\.([0-9a-f]{8})\.xla_fsdp\.tmp(?:\.old)?")
+_TEMPORARY = re.compile(r"\..*\.([0-9a-f]{8})\.xla_fsdp\.tmp(?:\.old|(\.new))?")
+_UNLOCKED = 60.0  # seconds after which a file that is not locked yet never will be
 
 
 def remove_abandoned(folder: str) -> None:
@@ -314,8 +350,9 @@ def remove_abandoned(folder: str) -> None:
     found: dict[str, list[str]] = defaultdict(list)
     with suppress(OSError):
         for name in os.listdir(folder):
-            if match := _TEMPORARY.fullmatch(name):
-                found[match[1]].append(os.path.join(folder, name))
+            match, path = _TEMPORARY.fullmatch(name), os.path.join(folder, name)
+            if match and (not match[2] or time.time() - os.lstat(path).st_mtime > _UNLOCKED):
+                found[match[1]].append(path)
     for paths in found.values():
         if not any(map(_is_locked, paths)):
             for path in paths:

@@ -29,6 +29,7 @@ from torch import Tensor
 from xla_fsdp.checkpoint.errors import CheckpointError
 from xla_fsdp.checkpoint.format import MemberRecord
 
+SMALL = 1 << 27  # bytes at most of a file that describes others, as of a step of 100,000 ranks
 BLOCK = 1 << 23  # bytes that ``Interleaved`` and ``Column`` read at a time, of all parts together
 
 
@@ -200,12 +201,32 @@ class LocalFile:
     def _size(self) -> int:
         try:
             status = os.stat(self.path)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # a ValueError if there is a zero byte in the path
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{self.path}: cannot be read: {reason}") from error
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
             kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
             raise CheckpointError(f"{self.path}: cannot be read: it is {kind}")
         return status.st_size
+
+
+def read_small_file(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
+    """Return the content of a file that describes others.
+
+    Raises:
+        CheckpointError: if it is no regular file, cannot be read, or has more than ``limit`` bytes.
+    """
+    file = LocalFile(os.fspath(path))
+    check_size(file.path, file.nbytes, limit)
+    return read_bytes(file, 0, file.nbytes)
+
+
+def check_size(name: str, nbytes: int, limit: int) -> None:
+    """Raise ``CheckpointError`` if a file that is read as a whole is too large for its content."""
+    if nbytes > limit:
+        raise CheckpointError(
+            f"{name}: has {nbytes:,} bytes; such a file has at most {limit:,}, so this is another"
+        )
 
 
 class RecentBlocks:

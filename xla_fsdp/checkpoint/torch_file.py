@@ -16,6 +16,7 @@ import pickle
 import re
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from xla_fsdp.checkpoint.tensor_source import (
     TensorSource,
     TensorSpec,
     Zeros,
+    bytes_of,
     read_bytes,
 )
 
@@ -410,7 +412,14 @@ def _strided(
     )
 
     def load() -> Tensor:
-        return flat.load().as_strided(spec.shape, strides, first)
+        whole = flat.load()
+        is_whole = record.crc and flat.spec.nbytes == record.nbytes
+        if is_whole and (crc := zlib.crc32(bytes_of(whole))) != record.crc:
+            raise CheckpointError(
+                f"{name}: is damaged: the checksum of a tensor is {written(crc)}, but was "
+                f"{written(record.crc)} when it was saved"
+            )
+        return whole.as_strided(spec.shape, strides, first)
 
     data = TensorBytes(spec.nbytes, load, remember=False)
     return TensorSource(spec, data, identity=(name, record.start, spec, first, strides))
@@ -478,8 +487,9 @@ def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
             return _without_data(value.spec)
 
     # FakeTensorMode would do as well, but to import it takes 2 s.
-    with skip_data():
-        torch.save(content, path, pickle_module=SimpleNamespace(__name__="", Pickler=Pickler))
+    # Not by path, as the names of records begin with the file's, which is a temporary one.
+    with skip_data(), open(path, "wb") as file:
+        torch.save(content, file, pickle_module=SimpleNamespace(__name__="", Pickler=Pickler))
     with zipfile.ZipFile(path) as archive:
         records = read_records(archive, os.path.getsize(path))
     names = {name.partition("/data/")[2]: record for name, record in records.items()}

@@ -25,7 +25,7 @@ from xla_fsdp.checkpoint.step_directory import (
     Best,
     Keep,
     complete_attempts,
-    read_job,
+    owner_of,
     read_metrics,
 )
 from xla_fsdp.checkpoint.storage import Storage, open_storage
@@ -146,7 +146,7 @@ class CheckpointManager:
         take_over: become the owner of the directories though another job is.
 
     Raises:
-        ValueError: for an interval or a number that is not positive.
+        ValueError: for an argument of another kind, or a number that is not positive.
     """
 
     def __init__(
@@ -172,6 +172,13 @@ class CheckpointManager:
             local_interval_steps=local_interval_steps,
             local_keep_last=local_keep_last,
         )
+        if not isinstance(best, str | Best | None):
+            raise ValueError(
+                f"best={best!r}; expected the name of a metric, or Best(name, mode, keep)"
+            )
+        for name, flag in (("async_", async_), ("take_over", take_over)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}={flag!r}; expected True or False")
         self._best = Best(best) if isinstance(best, str) else best
         self._asynchronous, self._take_over = async_, take_over
         keep = Keep(keep_last, keep_period, self._best)
@@ -378,7 +385,7 @@ class CheckpointManager:
                 tier.check_run()
                 seen = [e for e in tier.complete() if step in (None, "best", e.step)]
                 own.append([(e, tier.metrics_of(e) if step == "best" else {}) for e in seen])
-                owner = read_job(tier.storage)
+                owner = owner_of(tier.storage)
                 owners += [] if owner is None else [owner.job]
         except CheckpointError as error:
             problems = error.problems

@@ -52,7 +52,7 @@ from xla_fsdp.checkpoint.step_directory import (
     Keep,
     job_token,
     newest_complete,
-    read_job,
+    owner_of,
 )
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
@@ -228,7 +228,13 @@ class TrainState:
         """
         self._load_model(loaded, strict)
         if self.optimizer is not None:
-            write_optimizer(self.optimizer, self.params, self._optimizer_state(loaded))
+            state = self._optimizer_state(loaded)
+            cast = {
+                key
+                for key, param in self.params.items()
+                if loaded.saved_dtypes.get(key, {param.dtype}) != {param.dtype}
+            }
+            write_optimizer(self.optimizer, self.params, state, cast=cast)
         for name, each in self.objects.items():
             with _naming(f"{name}.load_state_dict()"):
                 each.load_state_dict(loaded.values[_topic(name)])
@@ -588,7 +594,7 @@ def _agreed_attempt(
     problems: list[str] = []
     owner: JobRecord | None = None
     try:
-        owner = read_job(storage)
+        owner = owner_of(storage)
         own = list(islice(newest_complete(storage, step), LOOKED_AT))
         if not own:
             others = [each.step for each in islice(newest_complete(storage), LOOKED_AT)]

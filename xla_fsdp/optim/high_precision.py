@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from xla_fsdp.distributed.random_bits import random_bits, salt_of
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.optimizer_traits import is_elementwise
+from xla_fsdp.fsdp.engine.positional_state import fitting, in_own_order
 from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
 
 # The entry of a parameter's state that holds its master weight.
@@ -174,7 +175,9 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but without casts: torch would cast master weights to the 16-bit
         dtype of their parameters."""
-        super().load_state_dict(state_dict)
+        state_dict = fitting(self, state_dict)
+        with in_own_order():
+            super().load_state_dict(state_dict)
         for group in self.param_groups if self._rounds else ():
             group.setdefault(ROUNDED_STEPS, 0)  # saved without rounding
         order = [param for group in self.param_groups for param in group["params"]]

@@ -88,7 +88,7 @@ class Recipe:
     mesh: Mapping[str, int] | tuple[tuple[str, int], ...] | None = None
     # What parallelize did. A list, as the first forward may show that blocks cannot be a loop.
     _report: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    # The model and the optimizer to which it was applied. No field: copies have been applied to none.
+    # Model and optimizer to which it was applied. No field: copies were applied to none.
     _state: ClassVar[tuple[Any, ...] | None] = None
 
     def __post_init__(self) -> None:

@@ -265,12 +265,15 @@ def test_files_that_are_no_checkpoint(checkpoints: Path, tmp_path: Path) -> None
 
     bad = {
         "none": (tmp_path / "none.safetensors", "there is no such file"),
-        "cut": (tmp_path / "cut.safetensors", "cannot be read"),
+        "cut": (tmp_path / "cut.safetensors", "truncated: its tensors end"),
         "text": (tmp_path / "text.pth", "truncated, or not a file written by torch.save"),
         "number": (tmp_path / "number.pth", "holds no state dict"),
-        "folder": (tmp_path / "folder", "holds 0 .safetensors files and 0 indexes"),
-        "index": (tmp_path / "x.safetensors.index.json", "is no index of .safetensors files"),
-        "lost": (tmp_path / "y.safetensors.index.json", "lists gone.safetensors, which is missing"),
+        "folder": (tmp_path / "folder", "holds nothing, and no file of a whole model"),
+        "index": (tmp_path / "x.safetensors.index.json", "is no index of files of a model"),
+        "lost": (
+            tmp_path / "y.safetensors.index.json",
+            "lists 'gone.safetensors', which is missing",
+        ),
         "out": (tmp_path / "z.safetensors.index.json", "gone.safetensors', which is no name of a"),
     }
     whole = (checkpoints / "one.safetensors").read_bytes()

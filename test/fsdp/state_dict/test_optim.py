@@ -205,6 +205,107 @@ def test_state_keeps_its_dtype() -> None:
     }
 
 
+class Three(nn.Sequential):
+    """Parameters of the same shapes, so that nothing but their order tells them apart."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(FEATURES, FEATURES) for _ in range(3)))
+
+
+def two_units(wrap: Callable[[nn.Module], Any]) -> Any:
+    model = make(Three)
+    for index in (0, 2):
+        model[index] = wrap(model[index])
+    return wrap(model)
+
+
+def by_kind(model: Any) -> list[dict[str, Any]]:
+    """Two groups, as scripts make them."""
+    params = list(model.parameters())
+    return [
+        {"params": [p for i, p in enumerate(params) if i % 2 == odd], "weight_decay": odd}
+        for odd in (0, 1)
+    ]
+
+
+@scenario
+def of_torch_xla(rank: int) -> dict[str, Any]:
+    """A job of torch_xla's FSDP, whose files a script loads after its import was changed."""
+    import io
+
+    import torch_xla
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as Upstream
+
+    from xla_fsdp.fsdp.state_dict.model import full_state_dict
+
+    plain = make(Three)
+    optimizer = torch.optim.AdamW(by_kind(plain), lr=0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        plain(rows().cpu()).square().sum().backward()
+        optimizer.step()
+    device = torch_xla.device()
+    theirs = two_units(
+        lambda module: Upstream(module.to(device), pin_layout_in_collective_ops=False)
+    )
+    optimizer = torch.optim.AdamW(by_kind(theirs), lr=0.01)
+    train(theirs, optimizer, 2)
+    file = io.BytesIO()
+    torch.save({"model": theirs.state_dict(), "optimizer": optimizer.state_dict()}, file)
+
+    def read() -> Any:
+        file.seek(0)
+        return torch.load(file, map_location="cpu")
+
+    model = two_units(fsdp)
+    optimizer = torch.optim.AdamW(by_kind(model), lr=0.5)
+    model.load_state_dict(read()["model"])
+    optimizer.load_state_dict(read()["optimizer"])
+    again = message(lambda: optimizer.load_state_dict(read()["optimizer"]))
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())  # after a step, in its own order
+    own = torch.optim.AdamW(by_kind(model), lr=0.5)
+    own.load_state_dict(read_of(optimizer))
+    train(model, own, 1)
+    full = full_state_dict(model)
+    close = {
+        name: (full[name].cpu() - v).abs().max().item() < 1e-5
+        for name, v in plain.state_dict().items()
+    }
+    model.load_state_dict(read()["model"])
+    mixed = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(3))])
+    state = {"state": {}, "param_groups": [{**mixed.param_groups[0], "params": list(range(7))}]}
+    pair = fsdp(make(Pair), shard_param_on_dim_0=True)
+    narrow = torch.optim.AdamW(pair.parameters(), lr=0.01)
+    train(pair, narrow, 1)
+    turned = read_of(narrow)
+    turned["param_groups"][0]["params"].reverse()
+    return {
+        "close": close,
+        "again": again,
+        "unknown": message(lambda: mixed.load_state_dict(state)),
+        "shapes": message(lambda: torch.optim.AdamW(pair.parameters()).load_state_dict(turned)),
+    }
+
+
+def read_of(optimizer: torch.optim.Optimizer) -> Any:
+    """A copy of an optimizer's state dict, as from a file."""
+    from copy import deepcopy
+
+    return deepcopy(optimizer.state_dict())
+
+
+def test_state_of_torch_xla_goes_to_the_parameters_it_is_of() -> None:
+    found = result("of_torch_xla")
+    assert len(found["close"]) == 6
+    assert all(found["close"].values())
+    for what in ("again", "unknown"):
+        assert "The order of the parameters in this state dict cannot be told" in found[what]
+    assert "exp_avg of parameter 0 in group 0 has shape" in found["shapes"]
+    assert "load_optim_state_dict of what optim_state_dict has returned" in found["shapes"]
+
+
 @scenario
 def created(rank: int) -> dict[str, bool]:
     from xla_fsdp.fsdp.state_dict.optim import create_state

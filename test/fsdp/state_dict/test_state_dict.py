@@ -436,3 +436,31 @@ def test_optimizer_state_that_does_not_fit_is_refused() -> None:
     assert found["closure"].startswith("ValueError: LBFGS cannot make its state ahead of a step")
     assert "that is not in the model" in found["foreign"]
     assert "row_var of weight has shape (3, 1): it is computed from one rank's" in found["factored"]
+
+
+@scenario
+def names_of_a_part(rank: int) -> dict[str, Any]:
+    """As PEFT asks for what an adapter's modules_to_save hold."""
+    from xla_fsdp import full_state_dict
+
+    plain = make(lambda: nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.Linear(2, 2))))
+    model = fsdp(plain, **OPTIONS["flat"])
+    part = model.module[1]
+    outer = nn.Sequential(model)
+    return {
+        "part": {name: tuple(v.shape) for name, v in part.state_dict().items()},
+        "meta": all(value.is_meta for value in part.state_dict().values()),
+        "unit": list(model.state_dict()),
+        "outer": list(outer.state_dict()),
+        "full": all(f"1.{name}" in full_state_dict(model) for name in part.state_dict()),
+    }
+
+
+def test_a_module_of_a_flat_unit_has_its_names() -> None:
+    assert result("names_of_a_part") == {
+        "part": {"0.weight": (2, 2), "0.bias": (2,)},
+        "meta": True,
+        "unit": ["flat_param_0"],
+        "outer": ["0.flat_param_0"],
+        "full": True,
+    }

@@ -43,6 +43,7 @@ from xla_fsdp.fsdp.engine.param import (
     refuse_shown,
 )
 from xla_fsdp.fsdp.engine.param_guards import begin_step, end_step
+from xla_fsdp.fsdp.engine.positional_state import forget_order, guard_loading
 
 
 class _OptimizerGuard:
@@ -67,6 +68,7 @@ class _OptimizerGuard:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check(optimizer)
+        forget_order(optimizer)
         begin_step()
 
     def _check(self, optimizer: Optimizer) -> None:
@@ -103,6 +105,7 @@ def install() -> None:
             _replace("get_total_norm", _count_all_ranks)
             _replace("clip_grads_with_norm_", _need_gradients_of_shards)
             save_guards.install()
+            guard_loading()
             parametrize.register_parametrization = _of_full_parameters(
                 parametrize.register_parametrization
             )

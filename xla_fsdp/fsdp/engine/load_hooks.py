@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from xla_fsdp.checkpoint.plan import original_name
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param import OriginalParam, own_parts
+from xla_fsdp.fsdp.engine.positional_state import note_order
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
 
 # Key of the form in a state dict's metadata, which torch has for each module.
@@ -118,12 +119,19 @@ class _Load:
     errors: list[str]
 
     def rename_upstream(self) -> None:
-        """Remove from the names what torch_xla's wrappers have added."""
-        for key in [key for key in self.state if key.startswith(self.prefix)]:
+        """Remove from the names what torch_xla's wrappers have added, and note their order."""
+        given = [key for key in self.state if key.startswith(self.prefix)]
+        upstream = any(UPSTREAM_SHARD.rstrip(".") in key for key in given)
+        renamed: list[str] = []
+        for key in given:
             name = key.removeprefix(self.prefix).replace(UPSTREAM_SEPARATOR, ".")
             name = self.prefix + original_name(name).replace(UPSTREAM_SHARD, "")
             if name != key:
                 self.state[name] = self.state.pop(key)
+            renamed.append(name)
+        of_key = {key: shard.param for shard in self.shards for key in self._shard_keys(shard)}
+        order = dict.fromkeys(of_key[name] for name in renamed if name in of_key)
+        note_order(list(order), upstream=upstream)
 
     def complete_ties(self) -> None:
         """Add the missing names of tied parameters, of which torch_xla and safetensors save one."""

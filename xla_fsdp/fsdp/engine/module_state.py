@@ -22,6 +22,7 @@ from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
+from xla_fsdp.fsdp.engine.param import drop_names
 from xla_fsdp.fsdp.engine.param_group import ShardedState
 from xla_fsdp.fsdp.engine.param_guards import in_forward
 from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
@@ -254,6 +255,7 @@ def _finish_loading(module: nn.Module, report: Any) -> None:
 @in_forward(False)
 def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:
     unit = cast(FSDPModuleLike, module)._fsdp_unit
+    drop_names(state, prefix)
     if unit.state is ShardedState.SHARDED:
         put_stacked_shards(unit.group, state, prefix)
         mark_shards(local_metadata)

@@ -365,6 +365,9 @@ class FSDPParam:
         self._owners = [owner for original in originals for owner in original.owners]
         if home is not None:
             home.register_parameter(key, shard)
+            for original in originals:
+                for owner in original.owners:
+                    name_in_state_dicts(owner, original.whole_shape, shard.dtype)
         for owner in self._owners:
             self.slots.refresh(owner)
 
@@ -861,6 +864,36 @@ def gather_like(shard: Any, value: Tensor) -> Tensor:
     param, group = _known(shard)
     [full] = all_joined(group.gather.as_stored([param], [value]), param.originals)
     return full
+
+
+def name_in_state_dicts(owner: ModuleAttr, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Let the state dict of a module alone, inside a unit, name a parameter that was flattened, by
+    a tensor on the meta device: PEFT asks each module for its names, and looks up the values in the
+    full state dict. ``drop_names`` removes them from state dicts of units."""
+    hook = partial(_add_name, name=owner.attribute, shape=shape, dtype=dtype)
+    owner.module.register_state_dict_post_hook(hook)
+
+
+def _add_name(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    *,
+    name: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> None:
+    if prefix + name not in state:
+        state[prefix + name] = named = torch.empty(shape, dtype=dtype, device="meta")
+        named.only_names_a_part = True  # type: ignore[attr-defined]
+
+
+def drop_names(state: dict[str, Any], prefix: str) -> None:
+    """Remove what ``name_in_state_dicts`` has added below a unit."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        if hasattr(state[key], "only_names_a_part"):
+            del state[key]
 
 
 def view_state_dicts(module: nn.Module) -> None:

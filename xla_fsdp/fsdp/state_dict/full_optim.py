@@ -130,7 +130,7 @@ def from_shards(given: Mapping[str, Any], template: OptimizerState) -> Optimizer
     def entry(key: str, name: str, value: Any) -> StateEntry:
         own = template.states.get(key, {}).get(name)
         if own is not None and own.kind is not StateKind.VALUE:
-            return StateEntry(own.kind, value)
+            return StateEntry(own.kind, _in_dtype_of(own.value, value))
         is_tensor = isinstance(value, Tensor)
         return StateEntry(StateKind.HOST if is_tensor else StateKind.VALUE, value)
 
@@ -308,14 +308,25 @@ class _Reader:
                     f"{name!r} differs between the parameters that are flattened together in {key}"
                 )
             self.problems += _misfit(name, _shape(own.value), key, values[0])
-            return values[0]
+            return _in_dtype_of(own.value, values[0])
         shard = self._names.shards[key]
         originals = shard.param.originals
         shapes = [tuple(original.whole_shape) for original in originals]
         triples = zip(shapes, self._names.of(key), values, strict=True)
         bad = [line for triple in triples for line in _misfit(name, *triple)]
         self.problems += bad
-        return own.value if bad else shard.param.slice_of(own_parts(values, originals), shard.rank)
+        if bad:
+            return own.value
+        own_slice = shard.param.slice_of(own_parts(values, originals), shard.rank)
+        return _in_dtype_of(own.value, own_slice)
+
+
+def _in_dtype_of(own: Any, value: Any) -> Any:
+    """Return state in the dtype of the optimizer's own: the parameter may have had another one."""
+    both = isinstance(own, Tensor) and isinstance(value, Tensor)
+    if both and own.is_floating_point() and value.is_floating_point():
+        return value.to(own.dtype)
+    return value
 
 
 def _misfit(entry: str, expected: Any, name: str, value: Any) -> Iterator[str]:

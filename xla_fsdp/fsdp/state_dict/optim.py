@@ -6,7 +6,8 @@ written, so there is one entry for each parameter.
 
 Invariants: everything is checked before anything is changed, and all problems are raised as one
 ``ValueError``; states come back with the dtype, shape and device that they had (torch's own
-``load_state_dict`` casts them to the parameter's dtype). Hyperparameters are replaced, as in torch.
+``load_state_dict`` casts them to the parameter's dtype), unless the parameter has another dtype
+than it had when it was saved. Hyperparameters are replaced, as in torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from xla_fsdp.checkpoint.format import (
 )
 from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
 from xla_fsdp.fsdp.engine.param import StackPart, is_sharded, known_shard
+from xla_fsdp.fsdp.engine.positional_state import in_own_order
 from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of
 
 PLAIN = (bool, int, float, str, type(None))
@@ -231,7 +233,11 @@ def _plain(value: Any) -> Any:
 
 @torch.no_grad()
 def write_optimizer(
-    optimizer: Optimizer, params: Mapping[str, Tensor], state: OptimizerState
+    optimizer: Optimizer,
+    params: Mapping[str, Tensor],
+    state: OptimizerState,
+    *,
+    cast: Collection[str] = (),
 ) -> None:
     """Replace the groups' options and the state of ``optimizer``, also before its first step.
 
@@ -239,19 +245,30 @@ def write_optimizer(
         optimizer: of the same parameters in the same groups as ``state``.
         params: the model's, by key.
         state: tensors of kind ``SHARD`` must have the shape of the parameter.
+        cast: keys of parameters whose state gets the dtype that the optimizer's own
+            ``load_state_dict`` gives it.
 
     Raises:
         ValueError: with every problem found; nothing has been changed then.
     """
     given = torch_state_dict(optimizer, params, state)
     # torch's own method runs hooks, and subclasses override it; but it casts state to the dtypes of
-    # parameters, so the values are written again afterwards.
-    optimizer.load_state_dict(
-        {**given, "state": {index: dict(values) for index, values in given["state"].items()}}
-    )
+    # parameters, so the values are written again afterwards, apart from those to cast.
+    with in_own_order():
+        optimizer.load_state_dict(
+            {**given, "state": {index: dict(values) for index, values in given["state"].items()}}
+        )
     order = [param for group in optimizer.param_groups for param in group["params"]]
+    known = OptimizerParams(params)
     for index, values in given["state"].items():
-        optimizer.state[order[index]].update(values)
+        is_cast = not set(cast).isdisjoint(known.keys(order[index]))
+        optimizer.state[order[index]].update(
+            {name: v for name, v in values.items() if not (is_cast and _is_floating(v))}
+        )
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def torch_state_dict(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape, glob
@@ -16,12 +17,15 @@ from tempfile import mkdtemp
 from typing import Any
 from weakref import finalize
 
-from xla_fsdp.checkpoint.checksum import is_checksum
-from xla_fsdp.checkpoint.copying import ChecksumVerifier, verified, verifying
+from xla_fsdp.checkpoint.alike_files import AlikeFile, AlikeFiles, FileTensors, Moved
+from xla_fsdp.checkpoint.checksum import digest, is_checksum
+from xla_fsdp.checkpoint.copying import Verifier, verified, verifying
 from xla_fsdp.checkpoint.errors import CheckpointError, listed, prefixed
 from xla_fsdp.checkpoint.format import (
+    OF_RANK,
     VALUE_PREFIX,
     VALUES_KEY,
+    FileMetadata,
     Marker,
     StateEntry,
     StateRecord,
@@ -32,9 +36,10 @@ from xla_fsdp.checkpoint.format import (
 from xla_fsdp.checkpoint.json_values import unpack
 from xla_fsdp.checkpoint.safetensors_file import (
     OWN_METADATA,
+    Header,
+    header_bytes,
     read_header,
     shard_metadata_of,
-    tensor_of,
 )
 from xla_fsdp.checkpoint.step_directory import MARKER, check_step, complete_attempts
 from xla_fsdp.checkpoint.storage import fetch, is_url, open_storage, split_path
@@ -72,6 +77,9 @@ class Shard:
         digest: of the file's description; None if it was not read from one.
         verified: whether whatever is read is verified, without checksums that are listed.
         copy: that was made of a remote file, and is deleted with the shard.
+        layout: of a safetensors file; the same object in shards whose files are laid out alike.
+        file: that safetensors file.
+        alike: the files of all ranks, if they are laid out alike and are read together.
     """
 
     source: str
@@ -83,6 +91,9 @@ class Shard:
     digest: str | None = None
     verified: bool = False
     copy: Any = field(default=None, repr=False, compare=False)
+    layout: Layout | None = field(default=None, repr=False, compare=False)
+    file: AlikeFile | None = field(default=None, repr=False, compare=False)
+    alike: AlikeFiles | None = field(default=None, repr=False, compare=False)
 
     def tensors(self) -> Iterator[tuple[str, TensorSource]]:
         """Yield every tensor of the shard by its name in a file."""
@@ -235,38 +246,116 @@ def _files_of_step(folder: str) -> list[str]:
 # ---------------------------------------------------------------- opening
 
 
-def open_safetensors(file: ByteSource, name: str) -> Shard:
+def open_safetensors(file: ByteSource, name: str, like: Shard | None = None) -> Shard:
     """Open the shard in a safetensors file; reads its header only.
 
     Args:
         file: local or remote.
         name: of the file, for messages.
+        like: the shard in another rank's file, with which this one shares what is equal in both.
 
     Raises:
         CheckpointError: with lines that name the file, if it is malformed or no shard file.
     """
+    if like is not None and like.layout is not None and (twin := like.layout.twin(file, name)):
+        return twin
     header = read_header(file, name)
     try:
-        metadata = shard_metadata_of(header)
+        metadata = FileMetadata(shard_metadata_of(header))
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
-    tensors = {
-        key: replace(
-            tensor_of(file, entry),
-            identity=(name, entry.start, entry.spec) if entry.spec.nbytes else None,
-            checksum=_checksum(metadata, key, None),
+    notes = {key: text for key, text in header.metadata.items() if key not in OWN_METADATA}
+    checksums = _checksums(metadata)
+    return Layout(header, metadata, notes).shard(file, name, metadata, checksums, header.digest)
+
+
+class Layout:
+    """What files that are alike have in common: where their tensors are, and most of their text.
+
+    Args:
+        header: of the first of them.
+        metadata: of that file.
+        notes: further metadata in the header.
+    """
+
+    def __init__(self, header: Header, metadata: FileMetadata, notes: Mapping[str, str]) -> None:
+        self._header, self._metadata, self._notes = header, metadata, notes
+        entries = header.entries
+        kinds = (MODEL_PREFIX, _OPTIMIZER_PREFIX)
+        self._model = {
+            n.removeprefix(MODEL_PREFIX): e for n, e in entries.items() if n.startswith(kinds[0])
+        }
+        self._optimizer = {n: e for n, e in entries.items() if n.startswith(kinds[1])}
+        self._others = {n: e for n, e in entries.items() if not n.startswith(kinds)}
+        self._fixed = b""
+
+    def shard(
+        self,
+        file: ByteSource,
+        name: str,
+        metadata: FileMetadata,
+        sums: Mapping[str, str],
+        digest: str | None,
+    ) -> Shard:
+        """Return the shard in a file that is alike."""
+        return Shard(
+            name,
+            FileTensors(file, name, self._model, MODEL_PREFIX, sums),
+            metadata,
+            FileTensors(file, name, self._optimizer, "", sums),
+            FileTensors(file, name, self._others, "", sums),
+            self._notes,
+            digest,
+            layout=self,
+            file=AlikeFile(name, file, self._header.entries, sums),
         )
-        for key, entry in header.entries.items()
-    }
-    return Shard(
-        name,
-        {n.removeprefix(MODEL_PREFIX): t for n, t in tensors.items() if n.startswith(MODEL_PREFIX)},
-        metadata,
-        {n: t for n, t in tensors.items() if n.startswith(_OPTIMIZER_PREFIX)},
-        {n: t for n, t in tensors.items() if not n.startswith((MODEL_PREFIX, _OPTIMIZER_PREFIX))},
-        {key: text for key, text in header.metadata.items() if key not in OWN_METADATA},
-        header.digest,
-    )
+
+    def twin(self, file: ByteSource, name: str) -> Shard | None:
+        """Return the shard in a file whose header differs only in the rank and the checksums, which
+        takes a fiftieth of the time of reading all of it; None if it differs in more."""
+        if not self._fixed:
+            # Not the file's own text if a name looks like a checksum, or there are none.
+            self._fixed, ranks, checksums = _divided(self._header.to_bytes())
+            known = [self._metadata.get(key) for key in OF_RANK[:2]]
+            if ranks != known or checksums != list(_checksums(self._metadata).values()):
+                self._fixed = b"-"
+        try:
+            data = header_bytes(file)
+        except CheckpointError as error:
+            raise prefixed(error, name) from error
+        fixed, ranks, checksums = _divided(data)
+        moved = Moved(file, len(data) - self._header.data_start)
+        if fixed != self._fixed or moved.nbytes != self._header.file_size:
+            return None
+        sums = dict(zip(self._metadata["fingerprints"], checksums, strict=True))
+        own = dict(zip(OF_RANK, (*ranks, sums), strict=True))
+        return self.shard(moved, name, FileMetadata(own, self._metadata), sums, digest(data))
+
+
+_CHECKSUM = re.compile(rb"(crc32:[0-9a-f]{8,})")
+_RANKS = (
+    re.compile(rb'\\"rank\\":(\d{1,9})'),
+    re.compile(rb'\\"global_rank\\":(\d{1,9}|null)'),
+)
+
+
+def _divided(header: bytes) -> tuple[bytes, list[Any], list[str]]:
+    """Divide a header into what is equal on all ranks, the rank and the global rank, and checksums;
+    a rank is -1 where there is not one of it."""
+    parts = _CHECKSUM.split(header[8:].rstrip(b" "))
+    fixed, ranks = b"crc32".join(parts[::2]), []
+    for pattern in _RANKS:
+        around = pattern.split(fixed)
+        ranks.append(json.loads(around[1]) if len(around) == 3 else -1)
+        fixed = b"rank".join(around[::2])
+    return fixed, ranks, [text.decode() for text in parts[1::2]]
+
+
+def _checksums(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return those in metadata, which may be malformed."""
+    known = metadata.get("fingerprints")
+    pairs = known.items() if isinstance(known, Mapping) else ()
+    return {name: text for name, text in pairs if isinstance(text, str) and is_checksum(text)}
 
 
 def _checksum(metadata: Any, name: str, default: str | None) -> str | None:
@@ -399,9 +488,35 @@ def verified_shard(shard: Shard, recent: RecentBlocks) -> Shard:
     )
 
 
-def verifying_shards(shards: Sequence[Shard]) -> tuple[list[Shard], list[ChecksumVerifier]]:
+def of_all(shards: Sequence[Shard], name: str, own: Callable[[Shard], Any]) -> Sequence[Any]:
+    """Return a tensor of every shard.
+
+    Args:
+        shards: in rank order.
+        name: of the tensor in a file.
+        own: returns the tensor of a shard.
+    """
+    alike = shards[0].alike
+    if alike is not None and alike.is_small(name):
+        return alike.tensor(name)
+    return [own(shard) for shard in shards]
+
+
+def are_alike(shards: Sequence[Shard]) -> bool:
+    """Whether the files of these shards are laid out alike."""
+    return shards[0].layout is not None and all(s.layout is shards[0].layout for s in shards)
+
+
+def verifying_shards(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
     """Return the same shards, reading through verifiers of their tensors' checksums."""
-    same, verifiers = [], []
+    if len(shards) > 1 and are_alike(shards):
+        return _verifying_alike(shards)
+    return _verifying_each(shards)
+
+
+def _verifying_each(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
+    same: list[Shard] = []
+    verifiers: list[Verifier] = []
     for shard in shards:
         known = {k: v for k, v in shard.state_dict.items() if isinstance(v, TensorSource)}
         model, of_model = verifying(shard.source, known)
@@ -411,3 +526,19 @@ def verifying_shards(shards: Sequence[Shard]) -> tuple[list[Shard], list[Checksu
         same.append(replace(shard, state_dict=state_dict, optimizer=optimizer, others=others))
         verifiers += of_model + of_optimizer + of_others
     return same, verifiers
+
+
+def _verifying_alike(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
+    """As ``verifying_shards``; small tensors are read, and verified, for all ranks together."""
+    alike = AlikeFiles([shard.file for shard in shards if shard.file is not None])
+    same, verifiers = _verifying_each(shards[:1])
+    same[0] = replace(same[0], alike=alike)
+    for rank, shard in enumerate(shards[1:], 1):
+        large, own = verifying(shard.source, alike.large(rank))
+        verifiers += own
+        model = {
+            n.removeprefix(MODEL_PREFIX): t for n, t in large.items() if n.startswith(MODEL_PREFIX)
+        }
+        optimizer = {n: t for n, t in large.items() if n in shard.optimizer}
+        same.append(replace(shard, state_dict=model, optimizer=optimizer, others={}))
+    return same, [alike, *verifiers]

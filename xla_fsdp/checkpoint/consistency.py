@@ -27,9 +27,8 @@ from xla_fsdp.checkpoint.full_tensors import MergePlan
 from xla_fsdp.checkpoint.plan import Identity, identify, make_plan, shared_part
 from xla_fsdp.checkpoint.shard_files import Shard, are_alike
 from xla_fsdp.checkpoint.step_directory import MARKER
-from xla_fsdp.checkpoint.tensor_source import TensorSource, TensorSpec, read_bytes
+from xla_fsdp.checkpoint.tensor_source import TensorSource, TensorSpec, same_bytes
 
-COMPARED = 1 << 24  # bytes read at a time to compare two tensors
 MIXED = {"formats": "format", "world sizes": "world_size", "steps": "step", "jobs": "job"}
 
 
@@ -248,9 +247,7 @@ def _same_bits(first: Any, second: Any) -> bool:
         return True
     if first.identity is not None and first.identity == second.identity:
         return True
-    size = first.spec.nbytes
-    chunks = ((start, min(COMPARED, size - start)) for start in range(0, size, COMPARED))
-    return all(read_bytes(first.data, *c) == read_bytes(second.data, *c) for c in chunks)
+    return same_bytes(first.data, second.data)
 
 
 def _kind(value: Any) -> str:

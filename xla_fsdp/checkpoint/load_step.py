@@ -64,6 +64,7 @@ from xla_fsdp.checkpoint.tensor_source import (
     TensorSpec,
     bytes_of,
     pieces,
+    same_bytes,
 )
 
 REMOTE_REQUESTS = 16  # at a time, as a request to an object store takes about 50 ms
@@ -122,6 +123,14 @@ def load_step(
     if found.problems:
         where = f"{storage.where}/{attempt.folder}"
         raise MismatchError([f"{where}: {problem}" for problem in found.problems])
+    raise_if(
+        [
+            f"{storage.where}/{attempt.folder}: {alias} is tied to {name} in the model, but its "
+            f"values in the checkpoint differ. Untie them, or load one of them with only="
+            for (alias, name), pair in found.ties.items()
+            if not same_bytes(*pair)
+        ]
+    )
     parts = shards[own].metadata.get("tensor_parts", 1)
     same_ranks = same_size and parts == target.metadata.tensor_parts
     threads = 1 if isinstance(storage, LocalStorage) else REMOTE_REQUESTS

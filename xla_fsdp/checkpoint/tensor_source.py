@@ -153,6 +153,16 @@ def read_bytes(source: ByteSource, start: int, length: int) -> bytes:
     return bytes(buffer)
 
 
+COMPARED = 1 << 24  # bytes read at a time to compare two sources
+
+
+def same_bytes(first: ByteSource, second: ByteSource) -> bool:
+    """Return whether two sources of one length have equal bytes; a NaN equals itself."""
+    size = first.nbytes
+    chunks = [(start, min(COMPARED, size - start)) for start in range(0, size, COMPARED)]
+    return all(read_bytes(first, *chunk) == read_bytes(second, *chunk) for chunk in chunks)
+
+
 def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:
     """Return a copy of nested dicts, lists and tuples with every tensor converted.
 

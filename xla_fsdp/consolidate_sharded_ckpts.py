@@ -38,6 +38,8 @@ examples:
       the same in an object store: every URL that fsspec knows is read and written
   %(prog)s --ckpt_prefix run --save_path new --to_world_size 8
       shards for another number of ranks
+  %(prog)s convert run --to dcp
+      the newest step for torch's own FSDP, at any number of ranks -> run_dcp/
   %(prog)s inspect --ckpt_prefix run --verify
       write nothing: list ranks, names and shapes, and verify all checksums
 
@@ -45,6 +47,7 @@ The exit code is 0, 2 if there are problems (one line each on stderr, and nothin
 128 and the number of the signal that ended it.
 """
 
+TARGETS = ("dcp", "hf", "torch")
 FORMATS = ("pth", "safetensors", "dcp")
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
 PROGRAM = "consolidate_sharded_ckpts"
@@ -52,7 +55,13 @@ PROGRAM = "consolidate_sharded_ckpts"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: ``sys.argv[1:]``); return the exit code."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if bool(args.path) == bool(args.ckpt_prefix):
+        parser.error("give either --ckpt_prefix or, after the command, the path")
+    args.ckpt_prefix = args.ckpt_prefix or args.path
+    if (args.command == "convert") != (args.to is not None):
+        parser.error("convert and --to belong together: convert run --to dcp")
     try:
         with _ended_by_signals(), Status() as status:
             from xla_fsdp.checkpoint.command import run  # imports torch, which takes seconds
@@ -165,11 +174,12 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("merge", "inspect", "list"),
+        choices=("merge", "convert", "inspect", "list"),
         default="merge",
-        help="merge (default); inspect: list ranks, names, shapes and problems, write nothing; or "
-        "list: print a table of the steps of a run",
+        help="merge (default); convert: merge for another program (--to); inspect: list ranks, "
+        "names, shapes and problems, write nothing; or list: print a table of the steps of a run",
     )
+    parser.add_argument("path", nargs="?", default="", help="the same as --ckpt_prefix")
     _add_inputs(parser)
     _add_outputs(parser)
     parser.add_argument(
@@ -185,7 +195,7 @@ def _parser() -> ArgumentParser:
 def _add_inputs(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--ckpt_prefix",
-        required=True,
+        default="",
         help="start of the paths of all shard files, or a directory: of save_checkpoint (its "
         "newest complete step is read), of one of its steps, or of torch.distributed.checkpoint; "
         "or a URL of such a directory (gs://bucket/run)",
@@ -208,6 +218,15 @@ def _add_outputs(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format", choices=FORMATS, help="of the output (default: as save_path implies)"
+    )
+    parser.add_argument(
+        "--to",
+        choices=TARGETS,
+        help="with convert: for torch.distributed.checkpoint (torch's fully_shard, on TorchTPU or "
+        "GPUs), for from_pretrained of Hugging Face, or one file for torch.load",
+    )
+    parser.add_argument(
+        "--torchtitan", action="store_true", help="with --to dcp: under the names of torchtitan"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
     parser.add_argument(

@@ -29,6 +29,7 @@ from xla_fsdp.checkpoint.step_table import describe_steps
 from xla_fsdp.checkpoint.storage import open_storage
 
 PROGRAM = "consolidate_sharded_ckpts"
+TARGETS = {"dcp": Kind.DCP, "hf": Kind.DIRECTORY, "torch": Kind.TORCH}
 FIRST_LINE = 1.5  # seconds until the first line about progress, where there is no terminal,
 LINE_EVERY = 30.0  # and then between two
 
@@ -84,7 +85,7 @@ def _list(args: Namespace) -> list[str]:
 
 
 def _consolidate(args: Namespace, status: Status) -> None:
-    output = output_path(args.ckpt_prefix, args.save_path)
+    output = output_path(args.ckpt_prefix, args.save_path or _default_path(args))
     kind = _kind(args, output)
     options = _options(args, kind)
     shards = read_shards(
@@ -131,6 +132,10 @@ def _refuse_impossible(args: Namespace) -> None:
         problems.append(f"--threads {args.threads} must be at least 1")
     if args.to_world_size is None and args.step is not None:
         problems.append("--step has a meaning only together with --to_world_size")
+    if args.to is not None and (args.format is not None or args.to_world_size is not None):
+        problems.append("--to cannot be combined with --format or --to_world_size; leave these out")
+    if args.torchtitan and args.to != "dcp":
+        problems.append("--torchtitan has a meaning only together with --to dcp")
     if args.to_world_size is not None:
         problems += [
             f"--{name} cannot be combined with --to_world_size: merge first, or leave it out"
@@ -147,12 +152,21 @@ def _options(args: Namespace, kind: Kind) -> MergeOptions:
         rules=tuple(parse_rule(text) for text in args.key_map),
         only=tuple(args.only),
         kind=kind,
-        layout=Layout(parse_size(args.max_shard_size), args.copy_ties),
+        layout=Layout(parse_size(args.max_shard_size), args.copy_ties, args.torchtitan),
         write=WriteOptions(args.overwrite, args.verify, args.threads),
     )
 
 
+def _default_path(args: Namespace) -> str:
+    """Return where ``convert`` writes; "" for the default of all others."""
+    if args.to is None:
+        return ""
+    return f"{args.ckpt_prefix.rstrip('/')}{'.pth' if args.to == 'torch' else f'_{args.to}'}"
+
+
 def _kind(args: Namespace, output: str) -> Kind:
+    if args.to is not None:
+        return TARGETS[args.to]
     if args.to_world_size is not None:
         return Kind.DIRECTORY
     if args.format is None:

@@ -97,6 +97,24 @@ def test_no_match_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert snapshot(tmp_path) == {}
 
 
+def test_convert_writes_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = every_kind()
+    (tmp_path / "run").mkdir()
+    model.save_safetensors(tmp_path / "run", 2)
+    run = str(tmp_path / "run")
+    for target in ("hf", "torch"):
+        assert main(["convert", run, "--to", target]) == 0
+    assert {each.name for each in tmp_path.iterdir()} == {"run", "run_hf", "run.pth"}
+    found = torch.load(tmp_path / "run.pth", weights_only=True)["model"]
+    assert bits(found) == bits(model.expected())
+    assert "model.safetensors" in {each.name for each in (tmp_path / "run_hf").iterdir()}
+    for wrong in ([run], [run, "--to", "hf", "--ckpt_prefix", run]):
+        with pytest.raises(SystemExit):
+            main(["convert", *wrong])
+    assert main(["convert", run, "--to", "hf", "--torchtitan", "--format", "pth"]) == 2
+    assert "--torchtitan has a meaning only" in capsys.readouterr().err
+
+
 def test_every_dtype_is_offered() -> None:
     assert list(model_files.DTYPES) == list(consolidate_sharded_ckpts.DTYPES)
 

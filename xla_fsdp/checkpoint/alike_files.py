@@ -21,6 +21,7 @@ import numpy as np
 
 from xla_fsdp.checkpoint.checksum import crcs_in
 from xla_fsdp.checkpoint.copying import damage
+from xla_fsdp.checkpoint.format import model_name
 from xla_fsdp.checkpoint.safetensors_file import Entry
 from xla_fsdp.checkpoint.tensor_source import ByteSource, Part, TensorSource, TensorSpec
 
@@ -172,11 +173,12 @@ class AlikeFiles:
             return start, window
 
     def _verify(self, name: str, ranks: range, rows: np.ndarray) -> None:
-        self._read.add(name)
+        if len(ranks) == len(self._files):
+            self._read.add(name)
         for rank, row in zip(ranks, rows, strict=True):
             text = self._files[rank].checksums.get(name)
             if text is not None and [crc := zlib.crc32(row.data)] != crcs_in(text):
-                where = f"{self._files[rank].name}: {name}"
+                where = f"{self._files[rank].name}: {name.removeprefix(model_name(''))}"
                 if problem := damage(where, self.of_rank(rank, name), crc):
                     self._damaged[rank, name] = problem
 

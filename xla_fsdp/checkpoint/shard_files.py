@@ -266,20 +266,26 @@ def open_safetensors(file: ByteSource, name: str, like: Shard | None = None) -> 
         raise CheckpointError(f"{name}: {error}") from error
     notes = {key: text for key, text in header.metadata.items() if key not in OWN_METADATA}
     checksums = _checksums(metadata)
-    return Layout(header, metadata, notes).shard(file, name, metadata, checksums, header.digest)
+    return Layout(file, header, metadata, notes).shard(
+        file, name, metadata, checksums, header.digest
+    )
 
 
 class Layout:
     """What files that are alike have in common: where their tensors are, and most of their text.
 
     Args:
-        header: of the first of them.
+        file: the first of them.
+        header: of that file.
         metadata: of that file.
         notes: further metadata in the header.
     """
 
-    def __init__(self, header: Header, metadata: FileMetadata, notes: Mapping[str, str]) -> None:
-        self._header, self._metadata, self._notes = header, metadata, notes
+    def __init__(
+        self, file: ByteSource, header: Header, metadata: FileMetadata, notes: Mapping[str, str]
+    ) -> None:
+        self._file, self._header = file, header
+        self._metadata, self._notes = metadata, notes
         entries = header.entries
         kinds = (MODEL_PREFIX, _OPTIMIZER_PREFIX)
         self._model = {
@@ -315,40 +321,44 @@ class Layout:
         takes a fiftieth of the time of reading all of it; None if it differs in more."""
         if not self._fixed:
             # Not the file's own text if a name looks like a checksum, or there are none.
-            self._fixed, ranks, checksums = _divided(self._header.to_bytes())
-            known = [self._metadata.get(key) for key in OF_RANK[:2]]
-            if ranks != known or checksums != list(_checksums(self._metadata).values()):
+            self._fixed, own, checksums = _divided(header_bytes(self._file))
+            known = [self._metadata.get(key, -1) for key in OF_RANK[:2]]
+            known.append(self._notes.get(VALUES_KEY, -1))
+            if own != known or checksums != list(_checksums(self._metadata).values()):
                 self._fixed = b"-"
         try:
             data = header_bytes(file)
         except CheckpointError as error:
             raise prefixed(error, name) from error
-        fixed, ranks, checksums = _divided(data)
+        fixed, (*ranks, values), checksums = _divided(data)
         moved = Moved(file, len(data) - self._header.data_start)
         if fixed != self._fixed or moved.nbytes != self._header.file_size:
             return None
         sums = dict(zip(self._metadata["fingerprints"], checksums, strict=True))
-        own = dict(zip(OF_RANK, (*ranks, sums), strict=True))
-        return self.shard(moved, name, FileMetadata(own, self._metadata), sums, digest(data))
+        of_rank = {k: v for k, v in zip(OF_RANK, (*ranks, sums), strict=True) if v != -1}
+        notes = self._notes if values == -1 else {**self._notes, VALUES_KEY: values}
+        metadata = FileMetadata(of_rank, self._metadata)
+        return replace(self.shard(moved, name, metadata, sums, digest(data)), notes=notes)
 
 
 _CHECKSUM = re.compile(rb"(crc32:[0-9a-f]{8,})")
-_RANKS = (
-    re.compile(rb'\\"rank\\":(\d{1,9})'),
-    re.compile(rb'\\"global_rank\\":(\d{1,9}|null)'),
+_OF_RANK = (
+    re.compile(rb'\\"rank\\": ?(\d{1,9})'),
+    re.compile(rb'\\"global_rank\\": ?(\d{1,9}|null)'),
+    re.compile(rb'"%s": ?("(?:[^"\\]|\\.)*")' % re.escape(VALUES_KEY.encode())),
 )
 
 
 def _divided(header: bytes) -> tuple[bytes, list[Any], list[str]]:
-    """Divide a header into what is equal on all ranks, the rank and the global rank, and checksums;
-    a rank is -1 where there is not one of it."""
+    """Divide a header into what is equal on all ranks; the rank, the global rank and the text of
+    values, each -1 where there is not one of it; and checksums."""
     parts = _CHECKSUM.split(header[8:].rstrip(b" "))
-    fixed, ranks = b"crc32".join(parts[::2]), []
-    for pattern in _RANKS:
+    fixed, own = b"crc32".join(parts[::2]), []
+    for pattern in _OF_RANK:
         around = pattern.split(fixed)
-        ranks.append(json.loads(around[1]) if len(around) == 3 else -1)
-        fixed = b"rank".join(around[::2])
-    return fixed, ranks, [text.decode() for text in parts[1::2]]
+        own.append(json.loads(around[1]) if len(around) == 3 else -1)
+        fixed = b"own".join(around[::2])
+    return fixed, own, [text.decode() for text in parts[1::2]]
 
 
 def _checksums(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -534,11 +544,14 @@ def _verifying_alike(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifie
     same, verifiers = _verifying_each(shards[:1])
     same[0] = replace(same[0], alike=alike)
     for rank, shard in enumerate(shards[1:], 1):
-        large, own = verifying(shard.source, alike.large(rank))
-        verifiers += own
-        model = {
-            n.removeprefix(MODEL_PREFIX): t for n, t in large.items() if n.startswith(MODEL_PREFIX)
-        }
-        optimizer = {n: t for n, t in large.items() if n in shard.optimizer}
+        large = alike.large(rank)
+        model, of_model = verifying(
+            shard.source,
+            {n.removeprefix(MODEL_PREFIX): t for n, t in large.items() if n not in shard.optimizer},
+        )
+        optimizer, of_optimizer = verifying(
+            shard.source, {n: t for n, t in large.items() if n in shard.optimizer}
+        )
+        verifiers += of_model + of_optimizer
         same.append(replace(shard, state_dict=model, optimizer=optimizer, others={}))
     return same, [alike, *verifiers]

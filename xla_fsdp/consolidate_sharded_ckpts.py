@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: ``sys.argv[1:]``); return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if bool(args.path) == bool(args.ckpt_prefix):
+    if (args.path is None) == (args.ckpt_prefix is None):
         parser.error("give either --ckpt_prefix or, after the command, the path")
-    args.ckpt_prefix = args.ckpt_prefix or args.path
+    args.ckpt_prefix = args.path if args.ckpt_prefix is None else args.ckpt_prefix
     if (args.command == "convert") != (args.to is not None):
         parser.error("convert and --to belong together: convert run --to dcp")
     try:
@@ -179,7 +179,7 @@ def _parser() -> ArgumentParser:
         help="merge (default); convert: merge for another program (--to); inspect: list ranks, "
         "names, shapes and problems, write nothing; or list: print a table of the steps of a run",
     )
-    parser.add_argument("path", nargs="?", default="", help="the same as --ckpt_prefix")
+    parser.add_argument("path", nargs="?", help="the same as --ckpt_prefix")
     _add_inputs(parser)
     _add_outputs(parser)
     parser.add_argument(
@@ -195,7 +195,6 @@ def _parser() -> ArgumentParser:
 def _add_inputs(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--ckpt_prefix",
-        default="",
         help="start of the paths of all shard files, or a directory: of save_checkpoint (its "
         "newest complete step is read), of one of its steps, or of torch.distributed.checkpoint; "
         "or a URL of such a directory (gs://bucket/run)",

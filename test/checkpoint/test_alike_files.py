@@ -10,6 +10,7 @@ import torch
 
 from test.common.shard_maker import FullModel, bits, every_kind, run, with_optimizer
 from xla_fsdp.checkpoint import (
+    CheckpointError,
     MergeOptions,
     ShardMetadata,
     alike_files,
@@ -139,3 +140,78 @@ def test_files_that_differ_in_more_are_read_one_by_one(tmp_path: Path) -> None:
     for path in (tmp_path / "b").iterdir():
         like = open_shard(str(first))
         assert open_shard(str(path), like=like).layout is not like.layout
+
+
+def torch_files(folder: Path, ranks: int) -> list[str]:
+    """Files as torch_xla writes them: of small parameters."""
+    model = small_parameters(40).params
+    paths = []
+    for rank in range(ranks):
+        shards = {}
+        for name, value in model.items():
+            length = -(-value.numel() // ranks)
+            padded = torch.zeros(ranks * length)
+            padded[: value.numel()] = value.flatten()
+            shards[f"_fsdp_shard.{name}"] = padded[rank * length :][:length].clone()
+        info = {
+            f"_fsdp_shard.{name}": {"_orig_name": name, "_orig_size": value.shape}
+            for name, value in model.items()
+        }
+        metadata = {"shard_info": {"": info}, "flatten_info": {}, "buffer_info": {}}
+        metadata |= {"rank": rank, "world_size": ranks}
+        paths.append(str(folder / f"rank-{rank:03d}.pth"))
+        torch.save({"model": shards, "shard_metadata": metadata}, paths[-1])
+    return paths
+
+
+def test_torch_files_are_read_together(tmp_path: Path) -> None:
+    paths = torch_files(tmp_path, 12)
+    first = open_shard(paths[0])
+    twins = [open_shard(path, like=first) for path in paths]
+    assert are_alike(twins)
+    for path, twin in zip(paths, twins, strict=True):
+        alone = open_shard(path)
+        assert alone.metadata == twin.metadata
+        assert list(alone.state_dict) == list(twin.state_dict)
+        for (name, one), (_, other) in zip(alone.tensors(), twin.tensors(), strict=True):
+            assert (one.spec, one.identity, one.checksum) == (
+                other.spec,
+                other.identity,
+                other.checksum,
+            ), name
+    found = merged(tmp_path, "../full.pth")["model"]
+    assert bits(found) == bits(small_parameters(40).expected())
+
+
+def test_damage_of_torch_files_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(torch_files(tmp_path, 3)[1])
+    tensor = open_shard(str(path)).state_dict["_fsdp_shard.p9"]
+    content = bytearray(path.read_bytes())
+    content[content.index(tensor.load().numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    assert run("--ckpt_prefix", tmp_path, "--save_path", tmp_path / "out.pth") == 2
+    assert f"{path}: _fsdp_shard.p9 is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["metadata", "shape", "name", "truncated", "pickle"])
+def test_a_torch_file_that_differs_is_read_alone(tmp_path: Path, change: str) -> None:
+    paths = torch_files(tmp_path, 3)
+    content = torch.load(paths[1], weights_only=True)
+    model, metadata = content["model"], content["shard_metadata"]
+    if change == "metadata":
+        metadata["shard_info"][""]["_fsdp_shard.p9"]["_orig_size"] = torch.Size((9, 1))
+    elif change == "shape":
+        model["_fsdp_shard.p9"] = model["_fsdp_shard.p9"].view(-1, 1)
+    elif change == "name":
+        model["_fsdp_shard.p_"] = model.pop("_fsdp_shard.p9")
+    torch.save(content, paths[1])
+    data = bytearray(Path(paths[1]).read_bytes())
+    if change == "pickle":  # a changed byte in it, which its CRC-32 tells
+        data[data.index(b"world_size")] ^= 1
+    Path(paths[1]).write_bytes(data[:-9] if change == "truncated" else data)
+    first = open_shard(paths[0])
+    if change in ("truncated", "pickle"):
+        with pytest.raises(CheckpointError, match="truncated, or not a file"):
+            open_shard(paths[1], like=first)
+    else:
+        assert open_shard(paths[1], like=first).layout is not first.layout

@@ -419,8 +419,8 @@ def test_a_written_directory_is_read_again(
 ) -> None:
     save = dcp_files._save
 
-    def save_on_a_failing_disk(full: Any, path: str, options: Any) -> Any:
-        written = save(full, path, options)
+    def save_on_a_failing_disk(full: Any, path: str, options: Any, **more: Any) -> Any:
+        written = save(full, path, options, **more)
         weight = bits({"": trained(0)[0].norm.weight})[""][2]
         (file,) = (each for each in Path(path).iterdir() if weight in each.read_bytes())
         file.write_bytes(file.read_bytes().replace(weight, bytes(len(weight))))
@@ -448,8 +448,8 @@ def test_another_tensor_in_a_sound_item_is_found(
 ) -> None:
     save = dcp_files._save
 
-    def other(full: Any, path: str, options: Any) -> Any:
-        return {index: crc ^ 1 for index, crc in save(full, path, options).items()}
+    def other(full: Any, path: str, options: Any, **more: Any) -> Any:
+        return {index: crc ^ 1 for index, crc in save(full, path, options, **more).items()}
 
     monkeypatch.setattr(dcp_files, "_save", other)
     arguments = ["--ckpt_prefix", exported, "--save_path", tmp_path / "d", "--format", "dcp"]

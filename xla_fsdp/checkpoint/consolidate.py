@@ -294,7 +294,7 @@ def open_shard(path: str, storage: Storage | None = None, like: Shard | None = N
         return import_dcp(path)
     if path.endswith(SAFETENSORS):
         return open_safetensors(LocalFile(path), path, like)
-    return open_torch(path)
+    return open_torch(path, like)
 
 
 def _one_per_rank(shards: Sequence[Shard]) -> list[Shard]:

@@ -30,7 +30,7 @@ from xla_fsdp.checkpoint.format import (
 from xla_fsdp.checkpoint.shard_files import Shard, of_all
 from xla_fsdp.checkpoint.tensor_source import (
     ByteSource,
-    Joined,
+    JoinedShards,
     TensorSource,
     TensorSpec,
     global_of,
@@ -164,22 +164,10 @@ def _joined(
     entry: ShardedEntry, shards: Sequence[TensorSource], start: int, stop: int
 ) -> ByteSource:
     """Return the bytes of elements (or rows) ``start`` to ``stop`` of the unsharded entry."""
+    row = entry.row_numel * shards[0].dtype.itemsize
     if isinstance(shards, TensorOfAll):
-        row = entry.row_numel * shards.spec.dtype.itemsize
         return shards.joined(start * row, stop * row)
-    return Joined(_ranges(entry, shards, start, stop))
-
-
-def _ranges(
-    entry: ShardedEntry, shards: Sequence[TensorSource], start: int, stop: int
-) -> Iterator[Any]:
-    """Yield the bytes of elements (or rows) ``start`` to ``stop`` of the unsharded entry."""
-    shard_numel = max(entry.layout.shard_numel, 1)
-    row = entry.row_numel
-    for rank in range(start // shard_numel, -(-stop // shard_numel)):
-        held = entry.layout.slice_for(rank)
-        low, high = max(start, held.start), min(stop, held.stop)
-        yield shards[rank].elements((low - held.start) * row, (high - held.start) * row)
+    return JoinedShards(shards, entry.layout.shard_numel * row, start * row, stop * row)
 
 
 def model_shards(shards: Sequence[Shard], key: str) -> Sequence[TensorSource]:

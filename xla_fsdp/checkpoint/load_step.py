@@ -218,6 +218,10 @@ def _read_tensors(wanted: Mapping[str, TensorSource], threads: int) -> dict[str,
         into = bytes_of(tensors[name])[piece.start : piece.stop]
         wanted[name].data.read_into(piece.start, into)
 
+    if threads == 1:
+        for each in sorted(found):
+            read(each)
+        return tensors
     with ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(read, sorted(found)):
             pass
@@ -249,6 +253,7 @@ class RankFiles:
         self._lock = threading.Lock()
         self._sizes = storage.sizes(attempt.folder)
         self._recent = RecentBlocks(PARTLY_READ)
+        self._like: Shard | None = None
         self._opened: dict[int, Shard] = {}
         self._tensors: dict[int, dict[str, TensorSource]] = {}
         self._order = {name: number for number, name in enumerate(self.tensors(first))}
@@ -272,7 +277,8 @@ class RankFiles:
                 name = self._names[rank]
                 at, size = self._attempt.file(name), self._marker.files[name].nbytes
                 source = checked_source(self._storage, at, size, self._sizes.get(name))
-                shard = open_safetensors(source, self.source(rank))
+                shard = open_safetensors(source, self.source(rank), self._like)
+                self._like = self._like or shard
                 raise_if(find_marker_problems(shard, self._marker))
                 self._opened[rank] = verified_shard(shard, self._recent)
                 self._tensors[rank] = dict(self._opened[rank].tensors())

@@ -39,7 +39,7 @@ from xla_fsdp.checkpoint.format import (
     StateRecord,
     state_name,
 )
-from xla_fsdp.checkpoint.full_tensors import MergePlan, full_members
+from xla_fsdp.checkpoint.full_tensors import MergePlan, full_members, model_shards, state_shards
 from xla_fsdp.checkpoint.model_files import Rule, new_names
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.tensor_source import (
@@ -154,7 +154,7 @@ class SourceCheckpoint:
         if key not in self.plan.sharded:
             return self.own.state_dict[key]
         if key not in self._full:
-            sources = [shard.state_dict[key] for shard in self._shards]
+            sources = model_shards(self._shards, key)
             self._full[key] = dict(full_members(self.plan.sharded[key], sources))
         return self._full[key][name]
 
@@ -189,7 +189,7 @@ class SourceCheckpoint:
     def _full_states_of_key(self, key: str) -> Iterator[tuple[str, dict[str, TensorSource]]]:
         record = self.record(key)
         for state in record.sharded if record else ():
-            sources = [shard.optimizer[state_name(key, state)] for shard in self._shards]
+            sources = state_shards(self._shards, key, state)
             yield state, dict(full_members(self.plan.sharded[key], sources))
         if record and key in self.plan.unsharded:
             name = self.plan.unsharded[key]

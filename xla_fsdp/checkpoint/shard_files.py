@@ -18,7 +18,7 @@ from typing import Any
 from weakref import finalize
 
 from xla_fsdp.checkpoint.alike_files import AlikeFile, AlikeFiles, FileTensors, Moved
-from xla_fsdp.checkpoint.checksum import digest, is_checksum
+from xla_fsdp.checkpoint.checksum import digest, is_checksum, written
 from xla_fsdp.checkpoint.copying import Verifier, verified, verifying
 from xla_fsdp.checkpoint.errors import CheckpointError, listed, prefixed
 from xla_fsdp.checkpoint.format import (
@@ -36,6 +36,7 @@ from xla_fsdp.checkpoint.format import (
 from xla_fsdp.checkpoint.json_values import unpack
 from xla_fsdp.checkpoint.safetensors_file import (
     OWN_METADATA,
+    Entry,
     Header,
     header_bytes,
     read_header,
@@ -52,7 +53,7 @@ from xla_fsdp.checkpoint.tensor_source import (
     full_path,
     read_bytes,
 )
-from xla_fsdp.checkpoint.torch_file import read_torch_file
+from xla_fsdp.checkpoint.torch_file import SMALL_ARCHIVE, Archive, read_torch_file
 
 DEFAULT_SUFFIX = "*.pth"
 SAFETENSORS = ".safetensors"
@@ -257,7 +258,8 @@ def open_safetensors(file: ByteSource, name: str, like: Shard | None = None) -> 
     Raises:
         CheckpointError: with lines that name the file, if it is malformed or no shard file.
     """
-    if like is not None and like.layout is not None and (twin := like.layout.twin(file, name)):
+    known = like.layout if like is not None else None
+    if isinstance(known, SafetensorsLayout) and (twin := known.twin(file, name)):
         return twin
     header = read_header(file, name)
     try:
@@ -266,13 +268,51 @@ def open_safetensors(file: ByteSource, name: str, like: Shard | None = None) -> 
         raise CheckpointError(f"{name}: {error}") from error
     notes = {key: text for key, text in header.metadata.items() if key not in OWN_METADATA}
     checksums = _checksums(metadata)
-    return Layout(file, header, metadata, notes).shard(
-        file, name, metadata, checksums, header.digest
-    )
+    layout = SafetensorsLayout(file, header, metadata, notes)
+    return layout.shard(file, name, metadata, checksums, notes, header.digest)
 
 
 class Layout:
-    """What files that are alike have in common: where their tensors are, and most of their text.
+    """What files that are alike have in common.
+
+    Args:
+        entries: of all tensors, by name in a file.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self.entries = entries
+        kinds = (MODEL_PREFIX, _OPTIMIZER_PREFIX)
+        self._model = {
+            n.removeprefix(MODEL_PREFIX): e for n, e in entries.items() if n.startswith(kinds[0])
+        }
+        self._optimizer = {n: e for n, e in entries.items() if n.startswith(kinds[1])}
+        self._others = {n: e for n, e in entries.items() if not n.startswith(kinds)}
+
+    def shard(
+        self,
+        file: ByteSource,
+        name: str,
+        metadata: FileMetadata,
+        checksums: Mapping[str, str],
+        notes: Mapping[str, str],
+        digest: str | None,
+    ) -> Shard:
+        """Return the shard in a file that is alike."""
+        return Shard(
+            name,
+            FileTensors(file, name, self._model, MODEL_PREFIX, checksums),
+            metadata,
+            FileTensors(file, name, self._optimizer, "", checksums),
+            FileTensors(file, name, self._others, "", checksums),
+            notes,
+            digest,
+            layout=self,
+            file=AlikeFile(name, file, self.entries, checksums),
+        )
+
+
+class SafetensorsLayout(Layout):
+    """The layout of safetensors files.
 
     Args:
         file: the first of them.
@@ -284,37 +324,10 @@ class Layout:
     def __init__(
         self, file: ByteSource, header: Header, metadata: FileMetadata, notes: Mapping[str, str]
     ) -> None:
+        super().__init__(header.entries)
         self._file, self._header = file, header
         self._metadata, self._notes = metadata, notes
-        entries = header.entries
-        kinds = (MODEL_PREFIX, _OPTIMIZER_PREFIX)
-        self._model = {
-            n.removeprefix(MODEL_PREFIX): e for n, e in entries.items() if n.startswith(kinds[0])
-        }
-        self._optimizer = {n: e for n, e in entries.items() if n.startswith(kinds[1])}
-        self._others = {n: e for n, e in entries.items() if not n.startswith(kinds)}
         self._fixed = b""
-
-    def shard(
-        self,
-        file: ByteSource,
-        name: str,
-        metadata: FileMetadata,
-        sums: Mapping[str, str],
-        digest: str | None,
-    ) -> Shard:
-        """Return the shard in a file that is alike."""
-        return Shard(
-            name,
-            FileTensors(file, name, self._model, MODEL_PREFIX, sums),
-            metadata,
-            FileTensors(file, name, self._optimizer, "", sums),
-            FileTensors(file, name, self._others, "", sums),
-            self._notes,
-            digest,
-            layout=self,
-            file=AlikeFile(name, file, self._header.entries, sums),
-        )
 
     def twin(self, file: ByteSource, name: str) -> Shard | None:
         """Return the shard in a file whose header differs only in the rank and the checksums, which
@@ -338,7 +351,7 @@ class Layout:
         of_rank = {k: v for k, v in zip(OF_RANK, (*ranks, sums), strict=True) if v != -1}
         notes = self._notes if values == -1 else {**self._notes, VALUES_KEY: values}
         metadata = FileMetadata(of_rank, self._metadata)
-        return replace(self.shard(moved, name, metadata, sums, digest(data)), notes=notes)
+        return self.shard(moved, name, metadata, sums, notes, digest(data))
 
 
 _CHECKSUM = re.compile(rb"(crc32:[0-9a-f]{8,})")
@@ -375,13 +388,20 @@ def _checksum(metadata: Any, name: str, default: str | None) -> str | None:
     return text if isinstance(text, str) and is_checksum(text) else default
 
 
-def open_torch(path: str) -> Shard:
+def open_torch(path: str, like: Shard | None = None) -> Shard:
     """Open the shard in a torch file on this machine.
+
+    Args:
+        path: of the file.
+        like: the shard in another rank's file, with which this one shares what is equal in both.
 
     Raises:
         CheckpointError: with lines that name the file: it cannot be read, would run code, or lacks
             the model or the metadata.
     """
+    known = like.layout if like is not None else None
+    if isinstance(known, TorchLayout) and (twin := known.twin(path)):
+        return twin
     checkpoint = read_torch_file(path)
     if not isinstance(checkpoint, dict):
         found = f"a {type(checkpoint).__name__}"
@@ -392,11 +412,84 @@ def open_torch(path: str) -> Shard:
     elif not all(isinstance(key, str) for key in checkpoint["model"]):
         found = "names that are no strings under 'model'"
     else:
-        return _torch_shard(path, checkpoint)
+        shard = _torch_shard(path, checkpoint)
+        layout = TorchLayout.of(shard)
+        if layout is None:
+            return shard
+        sums = {name: t.checksum for name, t in shard.tensors() if t.checksum is not None}
+        file = AlikeFile(path, LocalFile(path), layout.entries, sums)
+        return replace(shard, layout=layout, file=file)
     raise CheckpointError(
         f"{path}: not a shard file: it holds {found}; expected a dict with 'model' and "
         f"'shard_metadata'. Narrow ckpt_prefix or ckpt_suffix if it does not belong here."
     )
+
+
+class TorchLayout(Layout):
+    """The layout of torch files, whose pickles differ in the rank only; use ``of``."""
+
+    _RANK = re.compile(rb"X\x04\0\0\0rank(?:q.|r....)K(.)", re.DOTALL)  # a key, and its value
+
+    def __init__(self, first: Shard, entries: Mapping[str, Entry]) -> None:
+        super().__init__(entries)
+        self._first = first
+        self._archive: Archive | None = None
+        self._rest: list[bytes] = []
+        self._records: dict[str, int] = {}  # whose CRC-32s are the checksums of tensors
+
+    @classmethod
+    def of(cls, shard: Shard) -> TorchLayout | None:
+        """Return the layout of a file; None if it is too large or holds what others cannot share
+        (tensors that are not contiguous, or values beside them)."""
+        small = os.path.getsize(shard.source) <= SMALL_ARCHIVE
+        metadata = shard.metadata
+        if not small or not isinstance(metadata, dict) or "fingerprints" in metadata:
+            return None
+        if not all(isinstance(value, TensorSource) for value in shard.state_dict.values()):
+            return None
+        entries = {}
+        for name, tensor in shard.tensors():
+            identity = tensor.identity if tensor.spec.nbytes else (shard.source, 0, tensor.spec)
+            if not isinstance(identity, tuple) or len(identity) != 3:
+                return None
+            entries[name] = Entry(tensor.spec, identity[1])
+        return None if shard.others or shard.notes else cls(shard, entries)
+
+    def twin(self, path: str) -> Shard | None:
+        """Return the shard in a file that differs only in the rank and the tensors; None if it
+        differs in more, or cannot be read."""
+        try:
+            self._prepare()
+            assert self._archive is not None
+            found = self._archive.twin(path)
+        except Exception:  # as for ``read_torch``, which then tells what is wrong
+            return None
+        if found is None:
+            return None
+        crcs, data = found
+        rest = self._RANK.split(data)
+        if rest[::2] != self._rest or len(rest) != 3:
+            return None
+        sums = {name: written(int(crcs[record])) for name, record in self._records.items()}
+        metadata = FileMetadata({"rank": rest[1][0]}, self._metadata)
+        return self.shard(LocalFile(path), path, metadata, sums, {}, None)
+
+    def _prepare(self) -> None:
+        if self._archive is not None:
+            return
+        self._archive = archive = Archive(self._first.source)
+        self._metadata = FileMetadata(self._first.metadata)
+        rest = self._RANK.split(archive.pickle)
+        if len(rest) == 3 and rest[1] == bytes([self._metadata["rank"]]):
+            self._rest = rest[::2]
+        known = {start: index for index, start in enumerate(archive.starts)}
+        self._records = {
+            name: known[entry.start]
+            for (name, tensor), entry in zip(
+                self._first.tensors(), self.entries.values(), strict=True
+            )
+            if tensor.checksum is not None
+        }
 
 
 class _LocalCopy:
@@ -509,7 +602,22 @@ def of_all(shards: Sequence[Shard], name: str, own: Callable[[Shard], Any]) -> S
     alike = shards[0].alike
     if alike is not None and alike.is_small(name):
         return alike.tensor(name)
-    return [own(shard) for shard in shards]
+    return _OfAll(shards, own)
+
+
+class _OfAll(Sequence[Any]):
+    """As ``of_all`` returns them; each is asked for when it is needed."""
+
+    def __init__(self, shards: Sequence[Shard], own: Callable[[Shard], Any]) -> None:
+        self._shards, self._own = shards, own
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return _OfAll(self._shards[index], self._own)
+        return self._own(self._shards[index])
+
+    def __len__(self) -> int:
+        return len(self._shards)
 
 
 def are_alike(shards: Sequence[Shard]) -> bool:

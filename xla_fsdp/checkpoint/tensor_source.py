@@ -326,6 +326,33 @@ class Joined:
             index += 1
 
 
+class JoinedShards(Joined):
+    """Bytes ``start`` to ``stop`` of tensors of one length, one after the other.
+
+    Args:
+        shards: of which those that are read are asked for, each time.
+        width: bytes of each.
+        start: first byte of all of them.
+        stop: byte after the last one.
+    """
+
+    def __init__(self, shards: Sequence[TensorSource], width: int, start: int, stop: int) -> None:
+        self._shards, self._width, self._start = shards, width, start
+        self.nbytes = stop - start
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
+        """As of ``Joined``."""
+        at, end = self._start + start, self._start + stop
+        while at < end:
+            shard = at // self._width
+            last = min((shard + 1) * self._width, self._start + self.nbytes)
+            first = max(shard * self._width, self._start)
+            whole = self._shards[shard].data
+            part = Part(whole, first - shard * self._width, last - first)
+            yield part, at - self._start, last - self._start
+            at = last
+
+
 class Cast:
     """A source's elements in another dtype. Reads must begin and end between elements."""
 

@@ -165,7 +165,8 @@ def torch_files(folder: Path, ranks: int) -> list[str]:
 
 
 def test_torch_files_are_read_together(tmp_path: Path) -> None:
-    paths = torch_files(tmp_path, 12)
+    (tmp_path / "files").mkdir()
+    paths = torch_files(tmp_path / "files", 12)
     first = open_shard(paths[0])
     twins = [open_shard(path, like=first) for path in paths]
     assert are_alike(twins)
@@ -179,7 +180,7 @@ def test_torch_files_are_read_together(tmp_path: Path) -> None:
                 other.identity,
                 other.checksum,
             ), name
-    found = merged(tmp_path, "../full.pth")["model"]
+    found = merged(tmp_path / "files")["model"]
     assert bits(found) == bits(small_parameters(40).expected())
 
 

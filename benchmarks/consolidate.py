@@ -16,7 +16,7 @@ ways, each in a child process and with cold caches:
 
 The ways take turns, and medians are shown; "start-up" is what a child takes beside its merge, most
 of it imports, whose memory is not counted either (torch's alone is 500 MiB). The merged files are
-compared tensor by tensor. A child that needs more than ``--memory_limit`` bytes is reported as such.
+compared tensor by tensor. A child that needs more than ``--memory_limit`` bytes is told.
 Temporary files, about five times the largest size, go to ``--directory`` and are removed.
 """
 

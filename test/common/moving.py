@@ -181,6 +181,7 @@ def train_there(folder: Path, rank: int) -> None:
     model_state, optim_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=job["save"])
     (folder / f"losses{rank}.json").write_text(json.dumps([torch.__version__, losses]))
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -188,3 +189,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     train_there(Path(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)  # where the machine is busy, a thread of torch's may abort the end of Python

@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from test.common.moving import train_here, train_plain
 from test.common.ranks import ROOT, environment, run_on_ranks
+from test.common.shard_maker import FullModel
+from xla_fsdp.checkpoint import CheckpointError, MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.checkpoint.load_step import load_step
+from xla_fsdp.checkpoint.reshard import LoadTarget
+from xla_fsdp.checkpoint.step_directory import Attempt
+from xla_fsdp.checkpoint.storage import open_storage
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 STEPS = (20, 35, 50)
@@ -48,3 +56,24 @@ def test_there_and_back(recipe: str, tmp_path: Path) -> None:
     assert main(arguments) == 0
     losses += mean(run_on_ranks(train_here, 4, recipe, *STEPS[1:], str(back), str(again)))
     assert losses == pytest.approx(train_plain(STEPS[-1]), abs=1e-6, rel=0)
+
+
+@pytest.mark.parametrize("change", ["", "value", "shape"])
+def test_both_names_of_a_tied_tensor_load_if_they_are_equal(tmp_path: Path, change: str) -> None:
+    """torch saves a tensor under each of its names."""
+    value = torch.arange(300.0)
+    other = value.clone()
+    if change == "value":
+        other[299] = 0  # in the last rank's part
+    FullModel(
+        params={"a": value, "b": other[:299] if change == "shape" else other}
+    ).save_safetensors(tmp_path, 3)
+    arguments = ["--ckpt_prefix", str(tmp_path), "--save_path", str(tmp_path / "run")]
+    assert main([*arguments, "--to_world_size", "3"]) == 0
+    record = ParamRecord("a", "float32", 128, (MemberRecord("a", (300,)),))
+    storage, loaded = open_storage(str(tmp_path / "run")), []
+    with pytest.raises(CheckpointError, match="b is tied to a") if change else nullcontext():
+        for rank in range(2):
+            target = LoadTarget(ShardMetadata(rank, 2, (record,), {"b": "a"}), {})
+            loaded.append(load_step(storage, Attempt(0), target).model["a"])
+    assert change or torch.equal(torch.cat(loaded)[:300], value)

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: setup browser mnist mnist-short test test-slow lint docs docs-serve package clean
+.PHONY: setup browser mnist mnist-short test test-portable test-slow lint docs docs-serve package clean
 
 setup: $(READY)
 
@@ -43,6 +43,20 @@ test: $(READY) lint
 	-$(MAKE) --silent browser
 	$(PYTEST) -m "not slow" $(ARGS)
 
+# What needs no torch_xla, in a second environment with the plain install and a newer torch, of which
+# pip takes a build for the CPU where it finds one. A plain pytest: nothing here waits for ranks.
+PORTABLE := .venv-portable
+PORTABLE_TORCH ?= 2.13.*
+PORTABLE_READY := $(PORTABLE)/.installed-$(subst *,x,$(PORTABLE_TORCH))
+
+$(PORTABLE_READY): pyproject.toml
+	$(PYTHON) -m venv --clear $(PORTABLE)
+	$(PORTABLE)/bin/python -m pip install --quiet -e '.[test]' 'torch==$(PORTABLE_TORCH)'
+	touch $@
+
+test-portable: $(PORTABLE_READY)
+	$(PORTABLE)/bin/python -m pytest -n 2 --dist loadfile -m "not slow" test/checkpoint $(ARGS)
+
 # The same on every number of ranks, more random models, more kills, large models.
 test-slow: $(READY)
 	$(PYTEST) -m slow $(ARGS)
@@ -65,4 +79,4 @@ package: $(READY)
 	$(BIN)/python -m build --outdir dist .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site *.egg-info
+	rm -rf $(VENV) $(PORTABLE) .mypy_cache .ruff_cache .pytest_cache build dist site *.egg-info

@@ -1,20 +1,23 @@
 """Time and peak memory of merging shard files: ours against torch_xla's, on the same files.
 
-    python benchmarks/consolidate.py --gigabytes 1 4 10 --ranks 16 --rounds 3
+    python benchmarks/consolidate.py --gigabytes 2.4 10 --ranks 16 --rounds 3
+    python benchmarks/consolidate.py --parameters 3000 --ranks 64 --rounds 3
 
 For every size it writes the files of all ranks (fp32 weights and two AdamW states each; a third of
-the bytes is the model) in the format of ``torch_xla.distributed.fsdp`` and in ours. Then it merges
-them in these ways, each in a child process and with cold caches:
+the bytes is the model) in the format of ``torch_xla.distributed.fsdp`` and in ours; with
+``--parameters``, those of so many small ones without AdamW states. Then it merges them in these
+ways, each in a child process and with cold caches:
 
     upstream        torch_xla's files into one .pth, by torch_xla          (model)
     same files      torch_xla's files into one .pth, by xla_fsdp           (model)
     with optimizer  our safetensors files into a Hugging Face directory    (model and optimizer)
+    load            our files by one rank of 8                             (model)
     copy            our files, copied: an upper bound of the disk's speed
 
 The ways take turns, and medians are shown; "start-up" is what a child takes beside its merge, most
-of it imports. The merged files are compared tensor by tensor. A child that needs more than
-``--memory_limit`` bytes is reported as such. Temporary files, about five times the largest size, go
-to ``--directory`` and are removed.
+of it imports, whose memory is not counted either (torch's alone is 500 MiB). The merged files are
+compared tensor by tensor. A child that needs more than ``--memory_limit`` bytes is told.
+Temporary files, about five times the largest size, go to ``--directory`` and are removed.
 """
 
 from __future__ import annotations
@@ -30,16 +33,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from xla_fsdp.checkpoint.consolidate import MergeOptions, merge_files, read_shards
+from xla_fsdp.checkpoint.consolidate import MergeOptions, merge_files, open_shard, read_shards
 from xla_fsdp.checkpoint.copying import default_threads, read_crcs
 from xla_fsdp.checkpoint.format import (
+    FileRecord,
     GroupRecord,
+    Marker,
     MemberRecord,
     OptimizerRecord,
     ParamRecord,
@@ -48,14 +53,21 @@ from xla_fsdp.checkpoint.format import (
     model_name,
     state_name,
 )
+from xla_fsdp.checkpoint.load_step import load_step
 from xla_fsdp.checkpoint.outputs import Checksums, SafetensorsOutput, WriteOptions, write_outputs
+from xla_fsdp.checkpoint.reshard import LoadTarget
 from xla_fsdp.checkpoint.safetensors_file import shard_file_metadata
+from xla_fsdp.checkpoint.step_directory import MARKER, Attempt
+from xla_fsdp.checkpoint.storage import open_storage
 from xla_fsdp.checkpoint.tensor_source import TensorSource, source_of
 from xla_fsdp.checkpoint.torch_file import read_torch_file
 from xla_fsdp.distributed.shard_layout import ShardLayout
 
 STATES = ("exp_avg", "exp_avg_sq")
+JOB = "benchmark"
 WIDTH = 4096
+SMALL = (90, 90)
+LOADING_RANKS = 8
 MIB = 1 << 20
 DOES_NOT_FIT = 3
 """Exit code of a child that ran out of the memory it may use."""
@@ -69,15 +81,25 @@ class Case:
         directory: folder of the files.
         gigabytes: size of all ranks' files together, in units of 10^9 bytes.
         ranks: number of files.
+        parameters: number of small ones; 0 for as many large ones as have that size.
     """
 
     directory: Path
     gigabytes: float
     ranks: int
+    parameters: int = 0
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of optimizer states."""
+        return () if self.parameters else STATES
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name: square layers, with biases of odd lengths."""
+        if self.parameters:
+            sizes = [SMALL if i % 2 == 0 else (SMALL[0] + 3,) for i in range(self.parameters)]
+            return {f"layers.{i // 2}.{['weight', 'bias'][i % 2]}": s for i, s in enumerate(sizes)}
         per_layer = 4 * (WIDTH * WIDTH + WIDTH + 3) * (1 + len(STATES))
         layers = max(1, round(self.gigabytes * 1e9 / per_layer))
         shapes: dict[str, tuple[int, ...]] = {}
@@ -102,7 +124,9 @@ def write_files(case: Case) -> None:
     for rank in range(case.ranks):
         model = {name: _shard(case, name, rank, 0, noise) for name in case.shapes}
         states = {
-            name: {what: _shard(case, name, rank, i + 1, noise) for i, what in enumerate(STATES)}
+            name: {
+                what: _shard(case, name, rank, i + 1, noise) for i, what in enumerate(case.states)
+            }
             for name in case.shapes
         }
         _write_upstream(case, rank, model, states)
@@ -157,8 +181,11 @@ def _write_own(case: Case, rank: int, model: dict, states: dict) -> None:
             ParamRecord(name, "float32", 128, (MemberRecord(name, shape),))
             for name, shape in case.shapes.items()
         ),
+        step=0,
+        job=JOB,
         optimizer=OptimizerRecord(
-            (GroupRecord(tuple(model), {"lr": 0.1}),), dict.fromkeys(model, StateRecord(STATES))
+            (GroupRecord(tuple(model), {"lr": 0.1}),),
+            dict.fromkeys(model, StateRecord(case.states)) if case.states else {},
         ),
     )
     tensors = {model_name(name): source_of(shard) for name, shard in model.items()}
@@ -191,6 +218,27 @@ def merge_with_optimizer(case: Case) -> None:
     _merge(case, "*.safetensors", f"{case.directory}/merged/")
 
 
+def make_step(case: Case) -> None:
+    """Make a folder that ``load_step`` reads, of links to our files."""
+    paths = case.paths("safetensors")
+    step = case.directory / "run" / Attempt(0).folder
+    step.mkdir(parents=True)
+    files = {}
+    first = open_shard(str(paths[0]))
+    for path in paths:
+        os.link(path, step / path.name)
+        digest = open_shard(str(path), like=first).digest
+        files[path.name] = FileRecord(path.stat().st_size, digest)
+    (step / MARKER).write_bytes(Marker(0, case.ranks, files, JOB).to_bytes())
+
+
+def load_as_one_rank(case: Case) -> None:
+    """Read what a rank of another number of ranks needs."""
+    own = ShardMetadata.from_dict(open_shard(str(case.path(0, "safetensors"))).metadata)
+    target = replace(own, rank=0, world_size=LOADING_RANKS, fingerprints={}, optimizer=None)
+    load_step(open_storage(str(case.directory / "run")), Attempt(0), LoadTarget(target, {}))
+
+
 def copy_files(case: Case) -> None:
     target = case.directory / "copy"
     target.mkdir()
@@ -209,6 +257,7 @@ WAYS = {
     "upstream": merge_upstream,
     "same files": merge_same_files,
     "with optimizer": merge_with_optimizer,
+    "load": load_as_one_rank,
     "copy": copy_files,
 }
 
@@ -217,8 +266,10 @@ def run_child(way: str, case: Case, memory_limit: int) -> int:
     """Merge in one way in this process, and print its figures; return the exit code."""
     if way == "upstream":
         import torch_xla.distributed.fsdp  # noqa: F401 (its import is not to be measured)
+    if way == "load":
+        make_step(case)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
-    start, cpu = time.perf_counter(), time.process_time()
+    start, cpu, before = time.perf_counter(), time.process_time(), _peak()
     try:
         WAYS[way](case)
     except (MemoryError, RuntimeError) as error:
@@ -226,7 +277,7 @@ def run_child(way: str, case: Case, memory_limit: int) -> int:
             raise
         return DOES_NOT_FIT
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": _peak()}))
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": _peak() - before}))
     return 0
 
 
@@ -241,7 +292,8 @@ def _peak() -> int:
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds, seconds of CPU time, bytes of peak resident memory, and seconds before and after."""
+    """Seconds, seconds of CPU time, bytes of memory beyond the imports', and seconds before and
+    after."""
 
     seconds: float
     cpu: float
@@ -254,7 +306,7 @@ def measure(way: str, case: Case, memory_limit: int) -> Result | None:
     _drop_from_cache([*case.paths("pth"), *case.paths("safetensors")])
     command = [sys.executable, __file__, "--child", way, "--directory", str(case.directory)]
     command += ["--gigabytes", str(case.gigabytes), "--ranks", str(case.ranks)]
-    command += ["--memory_limit", str(memory_limit)]
+    command += ["--memory_limit", str(memory_limit), "--parameters", str(case.parameters)]
     start = time.perf_counter()
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     total = time.perf_counter() - start
@@ -292,7 +344,7 @@ def run_case(case: Case, memory_limit: int, rounds: int) -> Iterator[str]:
     write_files(case)
     size = sum(path.stat().st_size for path in case.paths("safetensors"))
     yield f"\n{case.ranks} files, {size / 1e9:.2f} GB in all"
-    columns = {"seconds": 9, "cpu": 7, "peak MiB": 10, "start-up": 10, "of a copy": 11}
+    columns = {"seconds": 9, "cpu": 7, "more MiB": 10, "start-up": 10, "of a copy": 11}
     yield " " * 16 + "".join(f"{name:>{width}}" for name, width in columns.items())
     results: dict[str, list[Result | None]] = {way: [] for way in WAYS}
     for _ in range(rounds):
@@ -334,6 +386,7 @@ def main() -> int:
     """Run the benchmark, or one child of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 4, 10])
+    parser.add_argument("--parameters", type=int, default=0, help="small ones, in place of a size")
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3, help="of all ways, in turns")
     parser.add_argument("--directory", default=tempfile.gettempdir())
@@ -341,11 +394,11 @@ def main() -> int:
     parser.add_argument("--child", choices=tuple(WAYS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        case = Case(Path(args.directory), args.gigabytes[0], args.ranks)
+        case = Case(Path(args.directory), args.gigabytes[0], args.ranks, args.parameters)
         return run_child(args.child, case, args.memory_limit)
-    for gigabytes in args.gigabytes:
+    for gigabytes in args.gigabytes if not args.parameters else [0]:
         with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-            case = Case(Path(directory), gigabytes, args.ranks)
+            case = Case(Path(directory), gigabytes, args.ranks, args.parameters)
             for line in run_case(case, args.memory_limit, args.rounds):
                 print(line, flush=True)
     return 0

@@ -24,6 +24,15 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_takes_long() -> None:
+    """What a merge says of how far it is depends on how busy the machine is."""
+    from xla_fsdp import consolidate_sharded_ckpts
+    from xla_fsdp.checkpoint import command
+
+    consolidate_sharded_ckpts.FIRST_LINE = command.FIRST_LINE = 1e6
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take a minute before those that take seconds; at the end there is little left to
     wait for."""

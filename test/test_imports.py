@@ -253,3 +253,36 @@ def test_no_test_module_imports_another() -> None:
         if target.rpartition(".")[2].startswith("test_")
     ]
     assert not found, "\n".join([*found, "What several tests share belongs in test/common"])
+
+
+WITHOUT_TORCH_XLA = """
+import importlib, json, pkgutil, sys
+sys.modules["torch_xla"] = None  # as where it is not installed
+import xla_fsdp
+found = {}
+for each in pkgutil.walk_packages(xla_fsdp.__path__, "xla_fsdp.", onerror=lambda name: None):
+    try:
+        importlib.import_module(each.name)
+    except ImportError as error:
+        found[each.name] = str(error)
+for name in xla_fsdp.__all__:
+    try:
+        getattr(xla_fsdp, name)
+    except ImportError as error:
+        found["xla_fsdp:" + name] = str(error)
+print(json.dumps(found))
+"""
+PORTABLE = ("checkpoint.", "consolidate_sharded_ckpts.", "wrap.", "distributed.mesh.", "launch.")
+
+
+def test_what_needs_torch_xla_says_so_by_name() -> None:
+    done = run_python("-c", WITHOUT_TORCH_XLA)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {"xla_fsdp.fsdp.wrapper", "xla_fsdp.optim", "xla_fsdp:fully_shard"} <= found.keys()
+    assert {name: said for name, said in found.items() if "'xla_fsdp[xla]'" not in said} == {}
+    for name, said in found.items():
+        module, _, attribute = name.partition(":")
+        assert not f"{module.removeprefix('xla_fsdp.')}.".startswith(PORTABLE), name
+        assert not attribute or said.startswith(f"xla_fsdp.{attribute}: ")
+    assert not {"xla_fsdp:consolidate_sharded_state_dicts", "xla_fsdp:CheckpointError"} & {*found}

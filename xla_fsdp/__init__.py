@@ -7,6 +7,7 @@ the package, merging checkpoints or reading help texts needs no torch_xla. Wrap 
 """
 
 import logging
+from typing import Any
 
 import lazy_loader
 
@@ -15,4 +16,13 @@ __version__ = "0.1.0"
 # torch_xla says so whenever it is imported on a machine without a TPU, if it is imported later.
 logging.getLogger().addFilter(lambda record: record.msg != "Defaulting to PJRT_DEVICE=CPU")
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _attribute(name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch_xla":
+            raise
+        raise ModuleNotFoundError(f"xla_fsdp.{name}: {error}", name=error.name) from error

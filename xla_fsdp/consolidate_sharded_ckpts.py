@@ -13,42 +13,19 @@ one line for each. What is interrupted (Ctrl-C, SIGTERM, SIGHUP) removes its tem
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
-from xla_fsdp.checkpoint.consistency import describe_shards, size_line, verify_shards
-from xla_fsdp.checkpoint.consolidate import (
-    OUTPUT_MARK,
-    MergeOptions,
-    look_at_shards,
-    open_shard,
-    output_path,
-    plan_merge,
-    read_shards,
-)
-from xla_fsdp.checkpoint.copying import Progress, default_threads
-from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, listed, one_line, raise_if
-from xla_fsdp.checkpoint.format import READABLE_VERSIONS, VERSION
-from xla_fsdp.checkpoint.model_files import DTYPES, Kind, Layout, kind_of, parse_rule, parse_size
-from xla_fsdp.checkpoint.outputs import Job, WriteOptions
-from xla_fsdp.checkpoint.plan import absent_names
-from xla_fsdp.checkpoint.read_model import open_model
-from xla_fsdp.checkpoint.reshard_files import plan_reshard, step_of
-from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, Shard, describe_found
-from xla_fsdp.checkpoint.step_table import describe_steps
-from xla_fsdp.checkpoint.storage import open_storage
-
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-LINE_EVERY = 30.0  # seconds between lines about progress, where there is no terminal
+FIRST_LINE = 1.5  # seconds after which a command says what it is doing,
+LINE_EVERY = 30.0  # and then every so often
 EXAMPLES = """\
 examples:
   %(prog)s --ckpt_prefix run
@@ -61,6 +38,8 @@ examples:
       the same in an object store: every URL that fsspec knows is read and written
   %(prog)s --ckpt_prefix run --save_path new --to_world_size 8
       shards for another number of ranks
+  %(prog)s convert run --to dcp
+      the newest step for torch's own FSDP, at any number of ranks -> run_dcp/
   %(prog)s inspect --ckpt_prefix run --verify
       write nothing: list ranks, names and shapes, and verify all checksums
 
@@ -68,8 +47,10 @@ The exit code is 0, 2 if there are problems (one line each on stderr, and nothin
 128 and the number of the signal that ended it.
 """
 
-COMMANDS = ("merge", "inspect", "list")
+COMMANDS = ("merge", "convert", "inspect", "list")
+TARGETS = ("dcp", "hf", "torch")
 FORMATS = ("pth", "safetensors", "dcp")
+DTYPES = ("fp32", "bf16", "fp16", "fp64")
 PROGRAM = "consolidate_sharded_ckpts"
 
 
@@ -79,23 +60,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(_plain_arguments(sys.argv[1:] if argv is None else argv, parser))
     if problem := _name_prefix(args):
         parser.error(problem)
+    if (args.command == "convert") != (args.to is not None):
+        parser.error("convert and --to belong together: convert run --to dcp")
     try:
-        with _ended_by_signals():
-            _refuse_impossible(args)
-            if args.command == "list":
-                return _list(args)
-            if args.command == "inspect":
-                return _inspect(args)
-            _consolidate(args)
-    except CheckpointError as error:
-        _complain(error.problems)
-        return 2
+        with _ended_by_signals(), Status() as status:
+            from xla_fsdp.checkpoint.command import run  # imports torch, which takes seconds
+
+            problems = run(args, status)
     except KeyboardInterrupt as interrupt:  # Ctrl-C, or one of SIGNALS
         number = interrupt.args[0] if interrupt.args else signal.SIGINT
         what = "" if args.command == "inspect" else ": what it had written is removed"
-        _complain([f"interrupted by {signal.Signals(number).name}{what}"])
+        _write_lines([f"interrupted by {signal.Signals(number).name}{what}"])
         return 128 + number
-    return 0
+    _write_lines(problems)
+    return 2 if problems else 0
+
+
+class Status:
+    """Says on stderr what the command is doing, where that takes long. ``doing`` may be changed at
+    any time; "" is silent."""
+
+    def __init__(self) -> None:
+        self._doing = "reading the shard files"
+        self._changed = threading.Condition()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+
+    @property
+    def doing(self) -> str:
+        return self._doing
+
+    @doing.setter
+    def doing(self, text: str) -> None:
+        with self._changed:
+            self._doing = text
+            self._changed.notify()
+
+    def __enter__(self) -> Status:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+        self.doing = ""
+        self._thread.join()
+
+    def _run(self) -> None:
+        due, said = time.monotonic() + FIRST_LINE, ""
+        with self._changed:
+            while not self._ended:
+                if self._changed.wait(max(0.0, due - time.monotonic())):
+                    if said:  # what takes long from now on is told soon
+                        due = min(due, time.monotonic() + FIRST_LINE)
+                elif self._doing:
+                    _write_lines([said := self._doing])
+                    due = time.monotonic() + LINE_EVERY
+                else:
+                    due = time.monotonic() + LINE_EVERY
 
 
 def _plain_arguments(argv: Sequence[str], parser: ArgumentParser) -> list[str]:
@@ -159,8 +180,21 @@ def _version() -> str:
         own = metadata.version("xla_fsdp")
     except metadata.PackageNotFoundError:
         own = "(not installed)"
+    from xla_fsdp.checkpoint.format import READABLE_VERSIONS, VERSION  # imports torch
+
     readable = ", ".join(map(str, READABLE_VERSIONS))
     return f"xla_fsdp {own}; writes shard files of version {VERSION}, reads {readable}"
+
+
+class _Version(Action):
+    """Prints the versions, which only then are looked up."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{**given, "nargs": 0, "dest": SUPPRESS, "default": SUPPRESS})
+
+    def __call__(self, parser: ArgumentParser, *_: object) -> None:
+        print(_version())
+        parser.exit()
 
 
 def _parser() -> ArgumentParser:
@@ -170,13 +204,14 @@ def _parser() -> ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action=_Version, help="print the versions")
     parser.add_argument(
         "command",
         nargs="*",
         metavar="COMMAND",
-        help="merge (default); inspect: list ranks, names, shapes and problems, write nothing; or "
-        "list: print a table of the steps of a run. A path after it is the ckpt_prefix",
+        help="merge (default); convert: merge for another program (--to); inspect: list ranks, "
+        "names, shapes and problems, write nothing; or list: print a table of the steps of a run. "
+        "A path after it is the ckpt_prefix",
     )
     _add_inputs(parser)
     _add_outputs(parser)
@@ -222,11 +257,20 @@ def _add_outputs(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=FORMATS, help="of the output (default: as save_path implies)"
     )
+    parser.add_argument(
+        "--to",
+        choices=TARGETS,
+        help="with convert: for torch.distributed.checkpoint (torch's fully_shard, on TorchTPU or "
+        "GPUs), for from_pretrained of Hugging Face, or one file for torch.load",
+    )
+    parser.add_argument(
+        "--torchtitan", action="store_true", help="with --to dcp: under the names of torchtitan"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
     parser.add_argument(
         "--max_shard_size", default="5GB", help="of files in a directory (default: 5GB)"
     )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the model in the merged file")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the model in the merged file")
     parser.add_argument(
         "--key_map",
         action="append",
@@ -255,210 +299,11 @@ def _add_outputs(parser: ArgumentParser) -> None:
     parser.add_argument("--dry_run", action="store_true", help="only list the files to write")
 
 
-def _inspect(args: Namespace) -> int:
-    if args.ckpt_suffix == DEFAULT_SUFFIX and os.path.isfile(os.path.expanduser(args.ckpt_prefix)):
-        return _inspect_model(args)
-    shards, problems = look_at_shards(
-        args.ckpt_prefix, args.ckpt_suffix, None, optimizer=not args.model_only
-    )
-    if shards:
-        print(f"found {_found(args, shards)}")
-    for line in describe_shards(shards):
-        print(one_line(line))
-    if args.verify:
-        size = sum(tensor.spec.nbytes for shard in shards for _, tensor in shard.tensors())
-        with _progress("verifying", size) as progress:
-            damage, known, unknown = verify_shards(
-                shards, args.threads or default_threads(), progress
-            )
-        problems += damage
-        print(f"verified {known} tensors; {unknown} have no checksum")
-    _complain(problems)
-    return 2 if problems else 0
-
-
-def _inspect_model(args: Namespace) -> int:
-    """Describe one file that is no prefix of shards' files: a shard, or a full model."""
-    with suppress(CheckpointError):
-        shard = open_shard(args.ckpt_prefix)
-        for line in describe_shards([shard]):
-            print(one_line(line))
-        return 0
-    tensors = open_model(args.ckpt_prefix)
-    for name, tensor in tensors.items():
-        print(one_line(f"whole    {name}  {dtype_name(tensor.dtype)} {list(tensor.shape)}"))
-        if args.verify:
-            tensor.load()
-    known = sum(tensor.checksum is not None for tensor in tensors.values())
-    if args.verify:
-        print(f"verified {known} tensors; {len(tensors) - known} have no checksum")
-    return 0
-
-
-def _list(args: Namespace) -> int:
-    def verify(folder: str) -> list[str]:
-        shards, problems = look_at_shards(folder, DEFAULT_SUFFIX, None, optimizer=True)
-        damage, _, _ = verify_shards(shards, args.threads or default_threads(), lambda _: None)
-        return problems + damage
-
-    for line in describe_steps(open_storage(args.ckpt_prefix), verify if args.verify else None):
-        print(line)
-    return 0
-
-
-def _consolidate(args: Namespace) -> None:
-    output = output_path(args.ckpt_prefix, args.save_path)
-    if args.to_world_size is not None and not args.save_path:
-        output = f"{output.removesuffix(f'{OUTPUT_MARK}.pth')}_{args.to_world_size}_ranks"
-    kind = _kind(args, output)
-    options = _options(args, kind)
-    shards = read_shards(
-        args.ckpt_prefix,
-        args.ckpt_suffix,
-        output,
-        overwrite=args.overwrite,
-        optimizer=options.optimizer,
-        kind=kind,
-    )
-    print(f"found {_found(args, shards)}", flush=True)
-    _tell_what_is_left(args, shards)
-    job = _job(args, shards, output, options)
-    raise_if(job.find_problems(overwrite=args.overwrite))
-    if args.dry_run:
-        for line in job.describe():
-            print(line)
-        return
-    with _progress("copying", job.nbytes) as progress:
-        job.write(replace(options.write, progress=progress))
-    print(_summary(args, shards, output))
-
-
-def _tell_what_is_left(args: Namespace, shards: Sequence[Shard]) -> None:
-    absent = absent_names(shards[0].metadata, shards[0].state_dict)
-    if absent and args.strict:
-        raise_if([f"{name} is in no shard, though shard_metadata lists it" for name in absent])
-    if absent:
-        print(one_line(f"not merged, as no shard has it: {listed(absent, len(absent))}"))
-    if left := shards[0].left_behind:
-        print(one_line(f"left behind, as it is neither model nor optimizer: {', '.join(left)}"))
-
-
-def _found(args: Namespace, shards: Sequence[Shard]) -> str:
-    sources = [shard.source for shard in shards]
-    return one_line(describe_found(sources, args.ckpt_prefix, args.ckpt_suffix))
-
-
-def _job(args: Namespace, shards: Sequence[Shard], output: str, options: MergeOptions) -> Job:
-    if args.to_world_size is None:
-        return plan_merge(shards, output, options)
-    return plan_reshard(
-        shards,
-        output,
-        args.to_world_size,
-        optimizer=options.optimizer,
-        step=step_of(shards[0]) if args.step is None else args.step,
-    )
-
-
-def _refuse_impossible(args: Namespace) -> None:
-    problems = []
-    name = os.path.basename(args.save_path)
-    plain = name and "." not in name and not os.path.isdir(args.save_path)
-    if plain and args.format is None and args.to_world_size is None and args.command == "merge":
-        problems.append(
-            f"--save_path {args.save_path}: a file or a directory? Write {args.save_path}/ for a "
-            f"directory that from_pretrained loads, {args.save_path}.pth for a torch file, or "
-            f"{args.save_path}.safetensors"
-        )
-    if args.threads is not None and args.threads < 1:
-        problems.append(f"--threads {args.threads} must be at least 1")
-    if args.to_world_size is None and args.step is not None:
-        problems.append("--step has a meaning only together with --to_world_size")
-    if args.to_world_size is not None:
-        problems += [
-            f"--{name} cannot be combined with --to_world_size: merge first, or leave it out"
-            for name in ("dtype", "key_map", "only", "format", "copy_ties")
-            if getattr(args, name)
-        ]
-    raise_if(problems)
-
-
-def _options(args: Namespace, kind: Kind) -> MergeOptions:
-    return MergeOptions(
-        optimizer=not args.model_only,
-        dtype=DTYPES[args.dtype] if args.dtype else None,
-        rules=tuple(parse_rule(text) for text in args.key_map),
-        only=tuple(args.only),
-        kind=kind,
-        layout=Layout(parse_size(args.max_shard_size), args.copy_ties),
-        write=WriteOptions(args.overwrite, args.verify, args.threads),
-    )
-
-
-def _kind(args: Namespace, output: str) -> Kind:
-    if args.to_world_size is not None:
-        return Kind.DIRECTORY
-    if args.format is None:
-        return kind_of(output)
-    if args.format in ("pth", "dcp"):
-        return Kind.TORCH if args.format == "pth" else Kind.DCP
-    return Kind.SAFETENSORS if kind_of(output) is Kind.SAFETENSORS else Kind.DIRECTORY
-
-
-def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
-    if args.to_world_size is not None:
-        return f"saved shards of {args.to_world_size} ranks to {output}"
-    size = size_line(shards[0], optimizer=not args.model_only)
-    return f"saved consolidated model to {output} ({size})"
-
-
-@contextmanager
-def _progress(what: str, size: int) -> Iterator[Progress]:
-    """Draw a progress bar if stderr is a terminal and tqdm is installed; else print lines."""
-    tqdm = _tqdm() if sys.stderr.isatty() else None
-    if tqdm is None:
-        yield _ProgressLines(what, size)
-        return
-    with tqdm(total=size, desc=what, unit="B", unit_scale=True, file=sys.stderr) as bar:
-        yield bar.update
-
-
-class _ProgressLines:
-    """Prints how much is done, every ``LINE_EVERY`` seconds; for a log."""
-
-    def __init__(self, what: str, size: int) -> None:
-        self._what, self._size, self._done = what, size, 0
-        self._began = self._last = time.monotonic()
-        self._lock = threading.Lock()
-
-    def __call__(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            now = time.monotonic()
-            if now - self._last < LINE_EVERY:
-                return
-            self._last = now
-            rate = self._done / (now - self._began)
-            left = max(0, self._size - self._done) / rate
-            # Not print(), which writes the end of a line by itself: other threads may copy, too.
-            sys.stderr.write(
-                f"{PROGRAM}: {self._what}: {self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB, "
-                f"{rate / 1e6:.0f} MB/s, {left:.0f} s left\n"
-            )
-            sys.stderr.flush()
-
-
-def _tqdm() -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm
-
-
-def _complain(problems: Sequence[str]) -> None:
-    for problem in problems:
-        print(f"{PROGRAM}: {one_line(problem)}", file=sys.stderr)
+def _write_lines(lines: Sequence[str]) -> None:
+    # Not print(), which writes the end of a line by itself: other threads may write, too.
+    for line in lines:
+        sys.stderr.write(f"{PROGRAM}: {line}\n")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

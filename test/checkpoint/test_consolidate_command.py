@@ -6,6 +6,7 @@ import re
 import shutil
 from importlib.metadata import entry_points
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from test.common.ranks import ROOT, run_python
 from test.common.saving import save_step
 from test.common.shard_maker import bits, every_kind, snapshot
 from xla_fsdp import consolidate_sharded_ckpts
+from xla_fsdp.checkpoint import command, model_files
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 # Any attempt to import torch_xla fails in these children, as on a machine that has none.
@@ -95,6 +97,28 @@ def test_no_match_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert snapshot(tmp_path) == {}
 
 
+def test_convert_writes_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = every_kind()
+    (tmp_path / "run").mkdir()
+    model.save_safetensors(tmp_path / "run", 2)
+    run = str(tmp_path / "run")
+    for target in ("hf", "torch"):
+        assert main(["convert", run, "--to", target]) == 0
+    assert {each.name for each in tmp_path.iterdir()} == {"run", "run_hf", "run.pth"}
+    found = torch.load(tmp_path / "run.pth", weights_only=True)["model"]
+    assert bits(found) == bits(model.expected())
+    assert "model.safetensors" in {each.name for each in (tmp_path / "run_hf").iterdir()}
+    for wrong in ([run], [run, "--to", "hf", "--ckpt_prefix", run]):
+        with pytest.raises(SystemExit):
+            main(["convert", *wrong])
+    assert main(["convert", run, "--to", "hf", "--torchtitan", "--format", "pth"]) == 2
+    assert "--torchtitan has a meaning only" in capsys.readouterr().err
+
+
+def test_every_dtype_is_offered() -> None:
+    assert list(model_files.DTYPES) == list(consolidate_sharded_ckpts.DTYPES)
+
+
 def test_prefix_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([])
@@ -121,11 +145,11 @@ def test_tool_works_from_elsewhere_and_uses_its_own_checkout(tmp_path: Path) -> 
 def test_module_works_without_torch_xla(tmp_path: Path) -> None:
     every_kind().save(tmp_path, 2)
     done = run_python("-c", WITHOUT_TORCH_XLA, "program", "--ckpt_prefix", f"{tmp_path}/mnist")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "mnist_consolidated.pth").exists()
 
 
-def test_help_lists_the_flags_without_importing_torch_xla() -> None:
+def test_help_lists_the_flags_without_importing_torch() -> None:
     watched = (
         "import runpy, sys\n"
         "sys.argv = ['program', '--help']\n"
@@ -133,7 +157,7 @@ def test_help_lists_the_flags_without_importing_torch_xla() -> None:
         "    runpy.run_module('xla_fsdp.consolidate_sharded_ckpts', run_name='__main__')\n"
         "except SystemExit as stop:\n"
         "    print('code', stop.code)\n"
-        "print('torch_xla' in sys.modules)\n"
+        "print('torch' in sys.modules)\n"
     )
     done = run_python("-c", watched)
     assert done.stdout.endswith("code 0\nFalse\n"), done.stderr
@@ -183,7 +207,8 @@ def test_progress_is_in_the_log(
 ) -> None:
     every_kind().save_safetensors(tmp_path, 2)
     prefix = ["--ckpt_prefix", str(tmp_path)]
-    monkeypatch.setattr(consolidate_sharded_ckpts, "LINE_EVERY", 0.0)
+    monkeypatch.setattr(command, "FIRST_LINE", 0.0)
+    monkeypatch.setattr(command, "LINE_EVERY", 0.0)
     assert main(["inspect", "--verify", *prefix]) == 0
     assert "consolidate_sharded_ckpts: verifying: " in capsys.readouterr().err
     assert main([*prefix, "--save_path", f"{tmp_path}/full.pth"]) == 0
@@ -193,12 +218,25 @@ def test_progress_is_in_the_log(
     assert all(re.fullmatch(line, each) for each in lines), lines
 
 
+def test_what_takes_long_is_told_from_the_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: Queue[str] = Queue()
+    monkeypatch.setattr(consolidate_sharded_ckpts, "FIRST_LINE", 0.0)
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=lines.put, flush=lambda: None))
+    with consolidate_sharded_ckpts.Status() as status:
+        assert lines.get() == "consolidate_sharded_ckpts: reading the shard files\n"
+        status.doing = "something else"
+        assert lines.get() == "consolidate_sharded_ckpts: something else\n"
+        status.doing = ""
+    assert lines.empty()
+
+
 def test_a_line_of_progress_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several threads copy; where Python does not buffer, another line would come in between."""
     writes: list[str] = []
-    monkeypatch.setattr(consolidate_sharded_ckpts, "LINE_EVERY", 0.0)
+    monkeypatch.setattr(command, "FIRST_LINE", 0.0)
+    monkeypatch.setattr(command, "LINE_EVERY", 0.0)
     monkeypatch.setattr("sys.stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
-    progress = consolidate_sharded_ckpts._ProgressLines("copying", 10)
+    progress = command._ProgressLines("copying", 10)
     for _ in range(2):
         progress(5)
     assert [each[-1] for each in writes] == ["\n", "\n"]

@@ -121,6 +121,27 @@ def test_fsdp2s_functions_load_what_is_exported(exported: Path) -> None:
     assert bits(flat(optimizer)) == bits(flat(expected_optimizer))
 
 
+def test_torchtitan_loads_what_is_converted(tmp_path: Path) -> None:
+    """Its names: those of the model by themselves, and the optimizer's flat."""
+    (tmp_path / "run").mkdir()
+    expected, expected_optimizer = trained(0)
+    sharded(expected, expected_optimizer).save_safetensors(tmp_path / "run", 3)
+    assert run("convert", tmp_path / "run", "--to", "dcp", "--torchtitan") == 0
+    net, optimizer = trained(1)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state, optimizer_state = get_state_dict(net, optimizer, options=options)
+    known = {k for k in optimizer_state if not k.startswith("param_groups.") or k.endswith(".lr")}
+    content = {**model_state, "optimizer": {k: optimizer_state[k] for k in known}}
+    dcp.load(content, checkpoint_id=tmp_path / "run_dcp", no_dist=True)
+    found = content.pop("optimizer")
+    assert bits(content) == bits(expected.state_dict())
+    set_state_dict(
+        net, optimizer, model_state_dict=content, optim_state_dict={**optimizer_state, **found}
+    )
+    assert bits(flat(optimizer)) == bits(flat(expected_optimizer))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 @pytest.mark.parametrize("flatten", [False, True])
 def test_what_fsdp2s_functions_save_is_imported(tmp_path: Path, flatten: bool) -> None:
     net, optimizer = trained(2)
@@ -446,8 +467,8 @@ def test_a_written_directory_is_read_again(
 ) -> None:
     save = dcp_files._save
 
-    def save_on_a_failing_disk(full: Any, path: str, options: Any) -> Any:
-        written = save(full, path, options)
+    def save_on_a_failing_disk(full: Any, path: str, options: Any, **more: Any) -> Any:
+        written = save(full, path, options, **more)
         weight = bits({"": trained(0)[0].norm.weight})[""][2]
         (file,) = (each for each in Path(path).iterdir() if weight in each.read_bytes())
         file.write_bytes(file.read_bytes().replace(weight, bytes(len(weight))))
@@ -475,8 +496,8 @@ def test_another_tensor_in_a_sound_item_is_found(
 ) -> None:
     save = dcp_files._save
 
-    def other(full: Any, path: str, options: Any) -> Any:
-        return {index: crc ^ 1 for index, crc in save(full, path, options).items()}
+    def other(full: Any, path: str, options: Any, **more: Any) -> Any:
+        return {index: crc ^ 1 for index, crc in save(full, path, options, **more).items()}
 
     monkeypatch.setattr(dcp_files, "_save", other)
     arguments = ["--ckpt_prefix", exported, "--save_path", tmp_path / "d", "--format", "dcp"]

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from test.common.shard_maker import FullModel, bits, run, snapshot, with_optimizer
-from xla_fsdp.checkpoint import copying, outputs
+from xla_fsdp.checkpoint import alike_files, copying, outputs
 from xla_fsdp.checkpoint.checksum import checksum
 from xla_fsdp.checkpoint.format import ShardMetadata
 from xla_fsdp.checkpoint.load_step import load_step
@@ -179,6 +179,7 @@ def test_nothing_larger_than_a_chunk_is_read(
             in_copy.pop()
 
     monkeypatch.setattr(copying, "CHUNK", 64)
+    monkeypatch.setattr(alike_files, "WINDOW", 64)
     monkeypatch.setattr(LocalFile, "read_into", counting)
     monkeypatch.setattr(outputs, "copy", copy_only)
     more = ["--to_world_size", 2] if output == "new" else []

@@ -92,6 +92,7 @@ def test_states_of_random_number_generators_and_schedulers() -> None:
     assert again.rand() == legacy.rand()
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")  # said by newer torches
 def test_all_that_cannot_be_saved_is_named() -> None:
     deep: list[Any] = []
     for _ in range(200):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from test.common.ranks import run_on_ranks, run_warm
+from test.common.ranks import run_on_ranks, run_warm, skip_without_torch_xla
 from test.common.shard_maker import bits, file_of
 from xla_fsdp.checkpoint import (
     CheckpointError,
@@ -25,6 +25,7 @@ CASES = ["plain", "nested", "flat", "flat_nested", "rows", "rows_nested", "bfloa
 @pytest.fixture(scope="module")
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with files written by torch_xla's own FSDP, one directory for each case."""
+    skip_without_torch_xla()
     directory = tmp_path_factory.mktemp("upstream")
     child = run_warm("-m", "test.common.upstream_writer", str(directory))
     assert child.returncode == 0, child.stderr

@@ -23,7 +23,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlparse
 
 import pytest
-from gcp_storage_emulator.server import RequestHandler, create_server
+
+emulator = pytest.importorskip("gcp_storage_emulator.server")
 
 BUCKET = "bucket"
 URL = f"gs://{BUCKET}/run"
@@ -62,7 +63,7 @@ class Faults:
     done: Counter[str] = field(default_factory=Counter)
 
 
-class Handler(RequestHandler):
+class Handler(emulator.RequestHandler):
     """The emulator's, which is not made for several threads, one request at a time."""
 
     def __init__(self, faults: Faults, state: dict[str, Any], *args: Any) -> None:
@@ -195,7 +196,7 @@ def in_base64(body: bytes) -> bytes:
 def bucket(faults: Faults | None = None) -> Iterator[tuple[str, Faults]]:
     """Run a server with an empty bucket; yield its address and its faults."""
     faults = faults or Faults()
-    storage = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)._storage
+    storage = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)._storage
     state = {
         "storage": storage,
         "lock": threading.Lock(),

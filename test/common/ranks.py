@@ -15,8 +15,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+
+import pytest
 
 from test.common.warm_python import WarmPython
 
@@ -55,8 +58,10 @@ def run_on_ranks(
     """Call ``fn(rank, *args)`` on ``num_ranks`` CPU ranks of a child process.
 
     ``fn`` is ``"package.module:function"`` or a module-level function. Returns the results in rank
-    order; raises ChildError if the child fails or needs more than ``timeout`` seconds.
+    order; raises ChildError if the child fails or needs more than ``timeout`` seconds. The test is
+    skipped where there is no torch_xla.
     """
+    skip_without_torch_xla()
     target = fn if isinstance(fn, str) else f"{fn.__module__}:{fn.__qualname__}"
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job")
@@ -66,6 +71,12 @@ def run_on_ranks(
             what = f"{target} on {num_ranks} ranks ended with exit code {done.returncode}"
             raise ChildError(what, done.returncode, done.stderr)
         return pickle.loads(Path(folder, "results").read_bytes())
+
+
+def skip_without_torch_xla() -> None:
+    """Skip the test where only what needs no torch_xla is tested."""
+    if find_spec("torch_xla") is None:
+        pytest.skip("torch_xla is not installed here")
 
 
 def run_warm(

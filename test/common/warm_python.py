@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,11 @@ def _run(arguments: Sequence[str]) -> None:
 
 def _import_what_takes_long() -> None:
     import pytest  # noqa: F401
+
+    if find_spec("torch_xla") is None:
+        import xla_fsdp.checkpoint  # noqa: F401
+
+        return
     import torch_xla.core.xla_model
     import torch_xla.distributed.xla_multiprocessing  # noqa: F401
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint.consistency import find_marker_problems, find_problems
-from xla_fsdp.checkpoint.copying import ChecksumVerifier, find_damage
+from xla_fsdp.checkpoint.copying import Verifier, find_damage
 from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
 from xla_fsdp.checkpoint.format import Marker
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint, full_checkpoint
@@ -241,7 +241,8 @@ def _open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[s
             folder, _ = split_path(path)
             if is_url(path) and folder not in storages:
                 storages[folder] = open_storage(folder, files_at_once=len(paths))
-            shards.append(open_shard(path, storages.get(folder)))
+            first = shards[0] if shards else None
+            shards.append(open_shard(path, storages.get(folder), first))
         except CheckpointError as error:
             same = os.path.realpath(path) == os.path.realpath(output)
             if not same and OUTPUT_MARK not in os.path.basename(path):
@@ -268,13 +269,14 @@ def _find_strange(shards: Sequence[Shard]) -> Iterator[tuple[str, list[str]]]:
             yield shard.source, error.problems
 
 
-def open_shard(path: str, storage: Storage | None = None) -> Shard:
+def open_shard(path: str, storage: Storage | None = None, like: Shard | None = None) -> Shard:
     """Open one rank's shard; its tensors are read from the file on demand.
 
     Args:
         path: of a torch file, a safetensors file, or a directory of torch.distributed.checkpoint;
             or a URL of such a file.
         storage: of its folder, if it is a URL; None to open it.
+        like: another rank's shard, with which it shares what is equal in both.
 
     Raises:
         CheckpointError: with lines that name the file: it cannot be read, has another format, would
@@ -284,7 +286,7 @@ def open_shard(path: str, storage: Storage | None = None) -> Shard:
         folder, name = split_path(path)
         storage = storage or open_storage(folder)
         if path.endswith(SAFETENSORS):
-            return open_safetensors(storage.source(name), path)
+            return open_safetensors(storage.source(name), path, like)
         if storage.names(name):
             raise CheckpointError(
                 f"{path}: is a directory; copy those of torch.distributed.checkpoint to this "
@@ -297,8 +299,8 @@ def open_shard(path: str, storage: Storage | None = None) -> Shard:
 
         return import_dcp(path)
     if path.endswith(SAFETENSORS):
-        return open_safetensors(LocalFile(path), path)
-    return open_torch(path)
+        return open_safetensors(LocalFile(path), path, like)
+    return open_torch(path, like)
 
 
 def _one_per_rank(shards: Sequence[Shard]) -> list[Shard]:
@@ -311,7 +313,7 @@ def _one_per_rank(shards: Sequence[Shard]) -> list[Shard]:
 
 def merge_shards(
     shards: Sequence[Shard], *, optimizer: bool
-) -> tuple[FullCheckpoint, list[ChecksumVerifier]]:
+) -> tuple[FullCheckpoint, list[Verifier]]:
     """Return the full checkpoint of checked shards in rank order, and verifiers of its tensors."""
     same, verifiers = verifying_shards(shards)
     plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
@@ -334,7 +336,7 @@ def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -
         full = in_dtype(full, options.dtype)
     kind = options.kind or kind_of(save_path)
     if kind is Kind.DCP:
-        return _dcp_job(full, save_path, verifiers)
+        return _dcp_job(full, save_path, verifiers, torchtitan=options.layout.torchtitan)
     outputs = model_outputs(full, save_path, kind, options.layout)
     return FilesJob(
         outputs,
@@ -345,10 +347,12 @@ def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -
     )
 
 
-def _dcp_job(full: FullCheckpoint, path: str, verifiers: Sequence[ChecksumVerifier]) -> Job:
+def _dcp_job(
+    full: FullCheckpoint, path: str, verifiers: Sequence[Verifier], *, torchtitan: bool
+) -> Job:
     from xla_fsdp.checkpoint.dcp_files import DcpJob  # imports much of torch.distributed
 
-    return DcpJob(full, path, verifiers)
+    return DcpJob(full, path, verifiers, torchtitan)
 
 
 def load_model(full: FullCheckpoint) -> OrderedDict[str, Any]:
@@ -405,7 +409,7 @@ def _find_path_problems(
                 f"{run}{OUTPUT_MARK}.pth"
             ]
     if kind is Kind.DCP:
-        job = _dcp_job(FullCheckpoint({}, {}, None), output, ())
+        job = _dcp_job(FullCheckpoint({}, {}, None), output, (), torchtitan=False)
         return job.find_problems(overwrite=overwrite)
     if kind is Kind.DIRECTORY:
         inside = BytesOutput(os.path.join(output, "model.safetensors"), b"")

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from xla_fsdp.checkpoint.checksum import (
     BLOCK,
@@ -168,6 +169,18 @@ def _write(path: str, start: int, buffer: memoryview) -> None:
 # ---------------------------------------------------------------- damage
 
 
+class Verifier(Protocol):
+    """Knows what was read of tensors, and whether it is damaged."""
+
+    def problems(self, *, unread: bool) -> list[str]:
+        """Return one line for every damaged tensor.
+
+        Args:
+            unread: whether to check tensors too of which nothing was read (they are all padding,
+                or another rank's copies of unsharded tensors).
+        """
+
+
 class ChecksumVerifier:
     """A byte source of one tensor that records the CRC-32 of every read."""
 
@@ -186,16 +199,12 @@ class ChecksumVerifier:
         crc = self._read[start, start + len(buffer)] = zlib.crc32(buffer)
         return crc
 
-    def problem(self, *, unread: bool) -> str | None:
-        """Return a line if the tensor is damaged, else None.
-
-        Args:
-            unread: whether to check the tensor even if nothing was read of it (it is all padding,
-                or another rank's copy of an unsharded tensor).
-        """
+    def problems(self, *, unread: bool) -> list[str]:
+        """As ``Verifier`` has it."""
         if not self._read and not unread:
-            return None
-        return damage(self.name, self._source, self._crc())
+            return []
+        problem = damage(self.name, self._source, self._crc())
+        return [problem] if problem else []
 
     def _crc(self) -> int:
         """Return the CRC-32 of the tensor; read the bytes that were not read yet (padding)."""
@@ -333,11 +342,11 @@ def verifying(
     return same, verifiers
 
 
-def find_damage(verifiers: Iterable[ChecksumVerifier], *, unread: bool = False) -> list[str]:
+def find_damage(verifiers: Iterable[Verifier], *, unread: bool = False) -> list[str]:
     """Return one line for every damaged tensor.
 
     Args:
         verifiers: from ``verifying``.
         unread: whether to check tensors too of which nothing was read.
     """
-    return [problem for each in verifiers if (problem := each.problem(unread=unread))]
+    return list(dict.fromkeys(p for each in verifiers for p in each.problems(unread=unread)))

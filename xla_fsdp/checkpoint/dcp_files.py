@@ -46,8 +46,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from xla_fsdp.checkpoint.copying import (
-    ChecksumVerifier,
     Progress,
+    Verifier,
     default_threads,
     find_damage,
 )
@@ -76,7 +76,7 @@ from xla_fsdp.checkpoint.format import (
     state_name,
 )
 from xla_fsdp.checkpoint.full_tensors import FullCheckpoint
-from xla_fsdp.checkpoint.model_files import optimizer_content
+from xla_fsdp.checkpoint.model_files import dcp_content
 from xla_fsdp.checkpoint.outputs import Job, WriteOptions, drop_page_cache, find_url_problems
 from xla_fsdp.checkpoint.pickle_values import Global, Keys, Object, read_pickle
 from xla_fsdp.checkpoint.reshard import shard_of
@@ -110,11 +110,13 @@ _END_MAGIC = b"PK\x05\x06"  # of the last 22 bytes of a zip archive without a co
 
 @dataclass(frozen=True)
 class DcpJob(Job):
-    """Writes a full checkpoint into a new directory, whose parent exists."""
+    """Writes a full checkpoint into a new directory, whose parent exists; ``torchtitan`` as of
+    ``Layout``."""
 
     full: FullCheckpoint
     directory: str
-    verifiers: Sequence[ChecksumVerifier] = field(repr=False)
+    verifiers: Sequence[Verifier] = field(repr=False)
+    torchtitan: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +159,7 @@ class DcpJob(Job):
         with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
             temporary = files.add(path, directory=True)
             with failing(path):
-                written = _save(self.full, temporary, options)
+                written = _save(self.full, temporary, options, torchtitan=self.torchtitan)
             raise_if(find_damage(self.verifiers, unread=options.verify))
             if options.verify:
                 try:
@@ -196,7 +198,9 @@ def _verify_written(directory: str, written: Mapping[Index, int]) -> None:
     raise_if(problems)
 
 
-def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> Mapping[Index, int]:
+def _save(
+    full: FullCheckpoint, path: str, options: WriteOptions, *, torchtitan: bool
+) -> Mapping[Index, int]:
     """Write a directory; return the CRC-32 of every part of a tensor."""
     # By id of the meta tensor that DCP plans with; the tensor is held so that its id stays unique.
     sources: dict[int, tuple[TensorSource, Tensor]] = {}
@@ -206,10 +210,7 @@ def _save(full: FullCheckpoint, path: str, options: WriteOptions) -> Mapping[Ind
         sources[id(tensor)] = (source, tensor)
         return tensor
 
-    content: dict[str, Any] = {"model": dict(full.model)}
-    if full.optimizer is not None:
-        content["optim"] = optimizer_content(full.optimizer)
-    content = convert_tensors(content, empty)
+    content = convert_tensors(dcp_content(full, torchtitan=torchtitan), empty)
     writer = dcp.FileSystemWriter(path, thread_count=options.threads or default_threads())
     planner = _SavePlanner(sources, options.progress)
     try:

@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -379,6 +380,24 @@ def _member_from_dict(data: Any, where: str, version: int) -> MemberRecord:
     return MemberRecord(name, shape, _optional(dim, int, f"{where}.tensor_dim"))
 
 
+OF_RANK = ("rank", "global_rank", "fingerprints")
+"""Keys of the metadata whose values are another rank's own."""
+
+
+class FileMetadata(dict[str, Any]):
+    """The metadata in a file, of which a ``ShardMetadata`` is made once. It is not changed.
+
+    Args:
+        content: of the file.
+        like: metadata of another rank's file, whose values are taken where ``content`` has none.
+    """
+
+    def __init__(self, content: Mapping[str, Any], like: FileMetadata | None = None) -> None:
+        super().__init__(content if like is None else {**like, **content})
+        self.like = like
+        self.known: ShardMetadata | None = None
+
+
 @dataclass(frozen=True)
 class ShardMetadata:
     """All that is needed, beside the state dicts, to merge the shards of a model.
@@ -434,12 +453,7 @@ class ShardMetadata:
         _check_groups(self)
         _check_parts(self)
         _check_states(self)
-        for name, text in self.fingerprints.items():
-            if not is_checksum(text):
-                raise CheckpointError(
-                    f"fingerprints: {name} {shown(text)} is not 'crc32:' and 8 digits of 0-9, "
-                    f"a-f for each block"
-                )
+        _check_checksums(self.fingerprints)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, to be saved under the key ``shard_metadata``."""
@@ -471,6 +485,25 @@ class ShardMetadata:
             CheckpointError: if anything is missing, of the wrong type, out of range or
                 contradictory, or the version is not in ``READABLE_VERSIONS``.
         """
+        if not isinstance(data, FileMetadata):
+            return cls._read(data)
+        if data.known is None:
+            data.known = cls._read(data) if data.like is None else cls._of_rank(data, data.like)
+        return data.known
+
+    @classmethod
+    def _of_rank(cls, data: FileMetadata, like: FileMetadata) -> ShardMetadata:
+        """Read what is of this rank; the rest was checked with that of another rank."""
+        made = copy(cls.from_dict(like))
+        for key in OF_RANK:
+            object.__setattr__(made, key, data.get(key, getattr(made, key)))
+        check_rank(made.rank, made.world_size)
+        _check_groups(made)
+        _check_checksums(made.fingerprints)
+        return made
+
+    @classmethod
+    def _read(cls, data: Any) -> ShardMetadata:
         if typed(data, dict, "shard_metadata").get("format") != FORMAT:
             raise CheckpointError(f"format is {shown(data.get('format'))}, expected {FORMAT!r}")
         # First, as the version decides which other keys exist and what they mean.
@@ -530,6 +563,15 @@ def _check_version(version: int) -> None:
             f"format version {version} is not known; this xla_fsdp reads version {readable}. "
             f"Upgrade xla_fsdp to read this file."
         )
+
+
+def _check_checksums(checksums: Mapping[str, str]) -> None:
+    for name, text in checksums.items():
+        if not is_checksum(text):
+            raise CheckpointError(
+                f"fingerprints: {name} {shown(text)} is not 'crc32:' and 8 digits of 0-9, a-f for "
+                f"each block"
+            )
 
 
 def _check_groups(metadata: ShardMetadata) -> None:

@@ -8,13 +8,14 @@ Invariants: names that share memory in the shards share one ``TensorSource`` obj
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
 
+from xla_fsdp.checkpoint.alike_files import TensorOfAll
 from xla_fsdp.checkpoint.format import (
     UNSHARDED,
     GroupRecord,
@@ -23,10 +24,17 @@ from xla_fsdp.checkpoint.format import (
     OptimizerState,
     StateEntry,
     StateKind,
+    model_name,
     state_name,
 )
-from xla_fsdp.checkpoint.shard_files import Shard
-from xla_fsdp.checkpoint.tensor_source import Joined, TensorSource, TensorSpec, global_of
+from xla_fsdp.checkpoint.shard_files import Shard, of_all
+from xla_fsdp.checkpoint.tensor_source import (
+    ByteSource,
+    JoinedShards,
+    TensorSource,
+    TensorSpec,
+    global_of,
+)
 from xla_fsdp.distributed.shard_layout import ShardLayout
 
 
@@ -113,7 +121,7 @@ def full_checkpoint(plan: MergePlan, shards: Sequence[Shard]) -> FullCheckpoint:
         shards: of every rank, in rank order.
     """
     return FullCheckpoint(
-        model=_full_model(plan, [shard.state_dict for shard in shards]),
+        model=_full_model(plan, shards),
         ties=dict(plan.ties),
         optimizer=None if plan.optimizer is None else _full_optimizer(plan, plan.optimizer, shards),
     )
@@ -149,27 +157,36 @@ def _parts(
     parts, size = entry.parts if member.tensor_dim is not None else 1, entry.layout.num_shards
     spec = TensorSpec(shards[0].dtype, member.local_shape(entry.parts))
     of_parts = [shards[part * size : (part + 1) * size] for part in range(parts)]
-    return [TensorSource(spec, Joined(_ranges(entry, own, start, stop))) for own in of_parts]
+    return [TensorSource(spec, _joined(entry, own, start, stop)) for own in of_parts]
 
 
-def _ranges(
+def _joined(
     entry: ShardedEntry, shards: Sequence[TensorSource], start: int, stop: int
-) -> Iterator[Any]:
-    """Yield the bytes of elements (or rows) ``start`` to ``stop`` of the unsharded entry."""
-    shard_numel = max(entry.layout.shard_numel, 1)
-    row = entry.row_numel
-    for rank in range(start // shard_numel, -(-stop // shard_numel)):
-        held = entry.layout.slice_for(rank)
-        low, high = max(start, held.start), min(stop, held.stop)
-        yield shards[rank].elements((low - held.start) * row, (high - held.start) * row)
+) -> ByteSource:
+    """Return the bytes of elements (or rows) ``start`` to ``stop`` of the unsharded entry."""
+    row = entry.row_numel * shards[0].dtype.itemsize
+    if isinstance(shards, TensorOfAll):
+        return shards.joined(start * row, stop * row)
+    return JoinedShards(shards, entry.layout.shard_numel * row, start * row, stop * row)
 
 
-def _full_model(plan: MergePlan, state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def model_shards(shards: Sequence[Shard], key: str) -> Sequence[TensorSource]:
+    """Return the tensor of every rank under a key of the state dicts."""
+    return of_all(shards, model_name(key), lambda shard: shard.state_dict[key])
+
+
+def state_shards(shards: Sequence[Shard], key: str, state: str) -> Sequence[TensorSource]:
+    """Return one optimizer state of every rank."""
+    name = state_name(key, state)
+    return of_all(shards, name, lambda shard: shard.optimizer[name])
+
+
+def _full_model(plan: MergePlan, shards: Sequence[Shard]) -> dict[str, Any]:
     full: dict[str, Any] = {}
     once = Once()
-    for key, value in state_dicts[0].items():
+    for key, value in shards[0].state_dict.items():
         if key in plan.sharded:
-            full.update(full_members(plan.sharded[key], [s[key] for s in state_dicts], once))
+            full.update(full_members(plan.sharded[key], model_shards(shards, key), once))
         elif key in plan.unsharded:
             full[plan.unsharded[key]] = _unsharded(value, plan.dtypes.get(key), once)
     for alias, canonical in plan.ties.items():
@@ -193,9 +210,13 @@ class Once:
         self, sources: Sequence[TensorSource], variant: Hashable, make: Callable[[], TensorSource]
     ) -> TensorSource:
         """Return ``make()``, or its earlier result for the same memory and ``variant``."""
-        identities = tuple(source.identity for source in sources)
-        if None in identities:
-            return make()
+        identities: Hashable
+        if isinstance(sources, TensorOfAll):
+            identities = sources.identity
+        else:
+            identities = tuple(source.identity for source in sources)
+            if None in identities:
+                return make()
         key = (variant, identities)
         if key not in self._results:
             self._results[key] = make()
@@ -209,7 +230,7 @@ def _full_optimizer(
     for key, states_of_key in record.states.items():
         by_name: dict[str, dict[str, StateEntry]] = {name: {} for name in plan.names_of(key)}
         for state in states_of_key.sharded:
-            sources = [shard.optimizer[state_name(key, state)] for shard in shards]
+            sources = state_shards(shards, key, state)
             for name, source in full_members(plan.sharded[key], sources):
                 by_name[name][state] = StateEntry(StateKind.SHARD, source)
         for state, entry in shards[0].states(key, states_of_key).items():

@@ -64,6 +64,7 @@ from xla_fsdp.checkpoint.tensor_source import (
     TensorSpec,
     bytes_of,
     pieces,
+    same_bytes,
 )
 
 REMOTE_REQUESTS = 16  # at a time, as a request to an object store takes about 50 ms
@@ -124,6 +125,14 @@ def load_step(
     if found.problems:
         where = f"{storage.where}/{attempt.folder}"
         raise MismatchError([f"{where}: {problem}" for problem in found.problems])
+    raise_if(
+        [
+            f"{storage.where}/{attempt.folder}: {alias} is tied to {name} in the model, but its "
+            f"values in the checkpoint differ. Untie them, or load one of them with only="
+            for (alias, name), pair in found.ties.items()
+            if not same_bytes(*pair)
+        ]
+    )
     parts = shards[own].metadata.get("tensor_parts", 1)
     same_ranks = same_size and parts == target.metadata.tensor_parts
     threads = 1 if isinstance(storage, LocalStorage) else REMOTE_REQUESTS
@@ -211,6 +220,10 @@ def _read_tensors(wanted: Mapping[str, TensorSource], threads: int) -> dict[str,
         into = bytes_of(tensors[name])[piece.start : piece.stop]
         wanted[name].data.read_into(piece.start, into)
 
+    if threads == 1:
+        for each in sorted(found):
+            read(each)
+        return tensors
     with ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(read, sorted(found)):
             pass
@@ -242,6 +255,7 @@ class RankFiles:
         self._lock = threading.Lock()
         self._sizes = storage.sizes(attempt.folder)
         self._recent = RecentBlocks(PARTLY_READ)
+        self._like: Shard | None = None
         self._opened: dict[int, Shard] = {}
         self._tensors: dict[int, dict[str, TensorSource]] = {}
         self._order = {name: number for number, name in enumerate(self.tensors(first))}
@@ -265,7 +279,8 @@ class RankFiles:
                 name = self._names[rank]
                 at, size = self._attempt.file(name), self._marker.files[name].nbytes
                 source = checked_source(self._storage, at, size, self._sizes.get(name))
-                shard = open_safetensors(source, self.source(rank))
+                shard = open_safetensors(source, self.source(rank), self._like)
+                self._like = self._like or shard
                 raise_if(find_marker_problems(shard, self._marker))
                 self._opened[rank] = verified_shard(shard, self._recent)
                 self._tensors[rank] = dict(self._opened[rank].tensors())

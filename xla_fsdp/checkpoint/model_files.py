@@ -74,10 +74,13 @@ class Layout:
         max_shard_size: in bytes, of each safetensors file in a directory; a larger tensor gets a
             file of its own.
         copy_ties: whether every name of a tied tensor gets its own copy in safetensors files.
+        torchtitan: whether a directory of torch.distributed.checkpoint has the names of torchtitan,
+            where a model's are not under ``model``, and an optimizer's are flat.
     """
 
     max_shard_size: int = DEFAULT_SHARD_SIZE
     copy_ties: bool = False
+    torchtitan: bool = False
 
 
 def parse_size(text: str) -> int:
@@ -162,6 +165,23 @@ def optimizer_content(optimizer: OptimizerState) -> dict[str, Any]:
             {**group.options, "params": list(group.params)} for group in optimizer.groups
         ],
     }
+
+
+def dcp_content(full: FullCheckpoint, *, torchtitan: bool) -> dict[str, Any]:
+    """Return what a program of torch saves: ``{"model": ..., "optim": ...}``, or the names of
+    torchtitan."""
+    optim = {} if full.optimizer is None else optimizer_content(full.optimizer)
+    if not torchtitan:
+        return {"model": dict(full.model), **({"optim": optim} if optim else {})}
+    flat = {
+        f"state.{name}.{what}": value
+        for name, state in optim.get("state", {}).items()
+        for what, value in state.items()
+    }
+    for group in optim.get("param_groups", ()):
+        options = {key: value for key, value in group.items() if key != "params"}
+        flat |= {f"param_groups.{n}.{k}": v for n in group["params"] for k, v in options.items()}
+    return {**full.model, **({"optimizer": flat} if optim else {})}
 
 
 def _all_files(

@@ -18,9 +18,9 @@ from typing import Any
 
 from xla_fsdp.checkpoint.checksum import room_for, written
 from xla_fsdp.checkpoint.copying import (
-    ChecksumVerifier,
     CopyTask,
     Progress,
+    Verifier,
     copy,
     default_threads,
     find_damage,
@@ -178,7 +178,7 @@ class BytesOutput(Output):
 def write_outputs(
     outputs: Sequence[Output],
     options: WriteOptions,
-    verifiers: Sequence[ChecksumVerifier] = (),
+    verifiers: Sequence[Verifier] = (),
 ) -> None:
     """Write all files, then give them their names, in this order.
 
@@ -266,7 +266,7 @@ def find_url_problems(url: str, *, overwrite: bool) -> list[str]:
 
 
 def _copy(
-    tasks: Sequence[CopyTask], options: WriteOptions, verifiers: Sequence[ChecksumVerifier]
+    tasks: Sequence[CopyTask], options: WriteOptions, verifiers: Sequence[Verifier]
 ) -> dict[str, dict[int, list[int]]]:
     """Copy all tensors; return the CRC-32 of each block by path and offset."""
     threads = options.threads or default_threads()
@@ -367,7 +367,7 @@ class FilesJob(Job):
     """
 
     outputs: Sequence[Output]
-    verifiers: Sequence[ChecksumVerifier] = field(repr=False)
+    verifiers: Sequence[Verifier] = field(repr=False)
     make_directories: bool
     sources: Sequence[str] = field(default=(), repr=False)
     older: Sequence[str] = ()

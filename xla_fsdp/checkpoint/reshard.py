@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 
-from xla_fsdp.checkpoint.errors import CheckpointError, MismatchError, dtype_named, listed
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    MismatchError,
+    dtype_name,
+    dtype_named,
+    listed,
+)
 from xla_fsdp.checkpoint.format import (
     UNSHARDED,
     GroupRecord,
@@ -33,7 +39,7 @@ from xla_fsdp.checkpoint.format import (
     StateRecord,
     state_name,
 )
-from xla_fsdp.checkpoint.full_tensors import MergePlan, full_members
+from xla_fsdp.checkpoint.full_tensors import MergePlan, full_members, model_shards, state_shards
 from xla_fsdp.checkpoint.model_files import Rule, new_names
 from xla_fsdp.checkpoint.shard_files import Shard
 from xla_fsdp.checkpoint.tensor_source import (
@@ -105,12 +111,15 @@ class ReadPlan:
     Args:
         model: by key of the target's state dict; shards are vectors.
         optimizer: with the target's groups and keys; None if the target has no optimizer.
+        ties: bytes that must be equal, as the model has one tensor where the checkpoint has two; by
+            the names of these.
         problems: one line each. If there are any, the rest must not be used.
         saved_dtypes: of the tensors in ``model``, as they were saved, by the target's keys.
     """
 
     model: dict[str, TensorSource] = field(default_factory=dict)
     optimizer: OptimizerState | None = None
+    ties: dict[tuple[str, str], tuple[ByteSource, ByteSource]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     saved_dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
 
@@ -147,7 +156,7 @@ class SourceCheckpoint:
         if key not in self.plan.sharded:
             return self.own.state_dict[key]
         if key not in self._full:
-            sources = [shard.state_dict[key] for shard in self._shards]
+            sources = model_shards(self._shards, key)
             self._full[key] = dict(full_members(self.plan.sharded[key], sources))
         return self._full[key][name]
 
@@ -189,7 +198,7 @@ class SourceCheckpoint:
     def _full_states_of_key(self, key: str) -> Iterator[tuple[str, dict[str, TensorSource]]]:
         record = self.record(key)
         for state in record.sharded if record else ():
-            sources = [shard.optimizer[state_name(key, state)] for shard in self._shards]
+            sources = state_shards(self._shards, key, state)
             yield state, dict(full_members(self.plan.sharded[key], sources))
         if record and key in self.plan.unsharded:
             name = self.plan.unsharded[key]
@@ -280,6 +289,9 @@ class _ModelReader:
             for found in self._names(name, (MemberRecord(name, shape),)):
                 model[name] = source.full(found)
                 self._plan.saved_dtypes[name] = {source.dtype_of(found)}
+        for alias, name in metadata.ties.items():
+            if alias in source.key_of and name in self._used and self._only(name):
+                self._add_tie(alias, name)
         if self._strict:
             self._plan.problems += [
                 f"{name} is in the checkpoint, but not in the model"
@@ -287,6 +299,22 @@ class _ModelReader:
                 if name not in self._used and self._only(name)
             ]
         return self._plan
+
+    def _add_tie(self, alias: str, name: str) -> None:
+        """Have this rank's part of two names' bytes compared: torch saves each name of a tensor."""
+        self._used.add(alias)
+        first, second = self._source.full(name), self._source.full(alias)
+        rank, size = self._target.metadata.rank, self._target.metadata.world_size
+        if first.spec != second.spec:
+            self._plan.problems.append(
+                f"{alias} is tied to {name} in the model, but in the checkpoint it is "
+                f"{dtype_name(second.dtype)} of shape {second.shape}, and {name} "
+                f"{dtype_name(first.dtype)} of shape {first.shape}"
+            )
+            return
+        numel = math.prod(first.shape)
+        low, high = numel * rank // size, numel * (rank + 1) // size
+        self._plan.ties[alias, name] = first.elements(low, high), second.elements(low, high)
 
     def _names(self, key: str, members: Sequence[MemberRecord]) -> list[str]:
         """Return the names under which these parameters are saved; [] if any is missing or has

@@ -28,7 +28,7 @@ from xla_fsdp.checkpoint.format import (
     rank_file_name,
     state_name,
 )
-from xla_fsdp.checkpoint.full_tensors import MergePlan, full_members
+from xla_fsdp.checkpoint.full_tensors import MergePlan, full_members, model_shards, state_shards
 from xla_fsdp.checkpoint.outputs import (
     BlockCrcs,
     Checksums,
@@ -177,12 +177,12 @@ def _content(plan: MergePlan, shards: Sequence[Shard], world_size: int) -> _Cont
     metadata = replace(metadata, params=params)
     model: dict[str, TensorSource] = {}
     for key, entry in plan.sharded.items():
-        model.update(full_members(entry, [shard.state_dict[key] for shard in shards]))
+        model.update(full_members(entry, model_shards(shards, key)))
     unsharded = {model_name(name): first.state_dict[key] for key, name in plan.unsharded.items()}
     states: dict[tuple[str, str], dict[str, TensorSource]] = {}
     for key, record in (metadata.optimizer.states if metadata.optimizer else {}).items():
         for state in record.sharded:
-            sources = [shard.optimizer[state_name(key, state)] for shard in shards]
+            sources = state_shards(shards, key, state)
             states[key, state] = dict(full_members(plan.sharded[key], sources))
         names = [state_name(key, state) for state in record.whole]
         unsharded |= {name: first.optimizer[name] for name in names}

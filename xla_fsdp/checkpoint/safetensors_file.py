@@ -206,7 +206,12 @@ def _encoded(metadata: dict[str, str], specs: Mapping[str, TensorSpec]) -> bytes
 # ---------------------------------------------------------------- reading
 
 
-def _parsed(source: ByteSource) -> Header:
+def header_bytes(source: ByteSource) -> bytes:
+    """Return the header of a file, with the length before it.
+
+    Raises:
+        CheckpointError: if it is truncated, or longer than ``MAX_HEADER``.
+    """
     if source.nbytes < 8:
         raise CheckpointError("truncated, or not a safetensors file: it is shorter than 8 bytes")
     head = read_bytes(source, 0, 8)
@@ -220,12 +225,16 @@ def _parsed(source: ByteSource) -> Header:
         raise CheckpointError(
             f"truncated: its header ends at byte {8 + length:,} of {source.nbytes:,}"
         )
-    data = read_bytes(source, 8, length)
-    lines = _json_dict(_text(data), "header")
+    return head + read_bytes(source, 8, length)
+
+
+def _parsed(source: ByteSource) -> Header:
+    data = header_bytes(source)
+    lines = _json_dict(_text(data[8:]), "header")
     metadata = _metadata(lines.pop(RESERVED, {}))
-    entries = {name: _entry(line, name, 8 + length) for name, line in lines.items()}
+    entries = {name: _entry(line, name, len(data)) for name, line in lines.items()}
     in_file_order = sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop))
-    header = Header(dict(in_file_order), metadata, 8 + length, digest(head + data))
+    header = Header(dict(in_file_order), metadata, len(data), digest(data))
     _check_filled(header, source.nbytes)
     return header
 
@@ -251,8 +260,10 @@ def _json_dict(text: str, where: str) -> dict[str, Any]:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    refuse_repeated("the name", (name for name, _ in pairs))
-    return dict(pairs)
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        refuse_repeated("the name", (name for name, _ in pairs))
+    return made
 
 
 def _metadata(value: Any) -> dict[str, str]:

@@ -154,6 +154,16 @@ def read_bytes(source: ByteSource, start: int, length: int) -> bytes:
     return bytes(buffer)
 
 
+COMPARED = 1 << 24  # bytes read at a time to compare two sources
+
+
+def same_bytes(first: ByteSource, second: ByteSource) -> bool:
+    """Return whether two sources of one length have equal bytes; a NaN equals itself."""
+    size = first.nbytes
+    chunks = [(start, min(COMPARED, size - start)) for start in range(0, size, COMPARED)]
+    return all(read_bytes(first, *chunk) == read_bytes(second, *chunk) for chunk in chunks)
+
+
 def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:
     """Return a copy of nested dicts, lists and tuples with every tensor converted.
 
@@ -335,6 +345,33 @@ class Joined:
             yield self._parts[index], start, self._stops[index]
             start = self._stops[index]
             index += 1
+
+
+class JoinedShards(Joined):
+    """Bytes ``start`` to ``stop`` of tensors of one length, one after the other.
+
+    Args:
+        shards: of which those that are read are asked for, each time.
+        width: bytes of each.
+        start: first byte of all of them.
+        stop: byte after the last one.
+    """
+
+    def __init__(self, shards: Sequence[TensorSource], width: int, start: int, stop: int) -> None:
+        self._shards, self._width, self._start = shards, width, start
+        self.nbytes = stop - start
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
+        """As of ``Joined``."""
+        at, end = self._start + start, self._start + stop
+        while at < end:
+            shard = at // self._width
+            last = min((shard + 1) * self._width, self._start + self.nbytes)
+            first = max(shard * self._width, self._start)
+            whole = self._shards[shard].data
+            part = Part(whole, first - shard * self._width, last - first)
+            yield part, at - self._start, last - self._start
+            at = last
 
 
 class Cast:

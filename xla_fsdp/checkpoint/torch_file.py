@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION, skip_data
@@ -232,6 +233,80 @@ def _content(
     record = records[name]
     # zipfile verifies the CRC-32, but 0 means that torch.save did not compute one.
     return archive.read(name) if record.crc else read_bytes(source, record.start, record.nbytes)
+
+
+SMALL_ARCHIVE = 1 << 26  # bytes of archives that are compared: a larger one has larger tensors
+
+
+class Archive:
+    """An archive with which others are compared that were written alike, by another rank.
+
+    Args:
+        path: of a file that ``read_torch_file`` has read.
+
+    Raises:
+        Exception: of any kind, if it is no archive any more.
+    """
+
+    def __init__(self, path: str) -> None:
+        with zipfile.ZipFile(path) as archive:
+            infos, self._directory = archive.infolist(), archive.start_dir
+            file: Any = archive.fp
+            self.starts = [_data_start(file, info) for info in infos]
+        self._file = np.fromfile(path, np.uint8)
+        self._headers = np.array([info.header_offset for info in infos])[:, None]
+        self._crcs = self._crc_fields(len(infos))
+        self._pickle = next(
+            index for index, info in enumerate(infos) if info.filename.endswith("/data.pkl")
+        )
+        self._pickle_bytes = infos[self._pickle].file_size
+        self.pickle = self._pickle_of(self._file)
+        self._rest = self._without_crcs(self._file)
+
+    def twin(self, path: str) -> tuple[np.ndarray, bytes] | None:
+        """Return the CRC-32s of the records of another archive, and its pickle; None if anything
+        is not where it is in this archive."""
+        if os.path.getsize(path) != len(self._file):
+            return None
+        file = np.fromfile(path, np.uint8)
+        if len(file) != len(self._file):
+            return None
+        lengths = self._headers + np.arange(_LOCAL_HEADER.size)[26:]
+        magic = self._headers + np.arange(len(ZIP_MAGIC))
+        for places in (lengths, magic):
+            if not np.array_equal(file[places], self._file[places]):
+                return None
+        crcs = self.crcs(file)
+        found = self._pickle_of(file)
+        sound = crcs[self._pickle] in (0, zlib.crc32(found))
+        same = sound and self._without_crcs(file) == self._rest
+        return (crcs, found) if same else None
+
+    def crcs(self, file: np.ndarray | None = None) -> np.ndarray:
+        """Return the CRC-32 of each record, in the order of ``starts``."""
+        fields = (self._file if file is None else file)[self._crcs]
+        return np.ascontiguousarray(fields).view("<u4")[:, 0]
+
+    def _crc_fields(self, count: int) -> np.ndarray:
+        """Return the places of the bytes of each CRC-32 in the central directory."""
+        places, at = [], self._directory
+        for _ in range(count):
+            places.append(at + 16)
+            at += 46 + sum(struct.unpack("<HHH", self._file[at + 28 : at + 34].tobytes()))
+        return np.array(places)[:, None] + np.arange(4)
+
+    def _pickle_of(self, file: np.ndarray) -> bytes:
+        start = self.starts[self._pickle]
+        return file[start : start + self._pickle_bytes].tobytes()
+
+    def _without_crcs(self, file: np.ndarray) -> bytes:
+        """Return the central directory, also without the name of the folder that all records are
+        in: torch takes that of the file."""
+        directory = file[self._directory :].copy()
+        directory[self._crcs - self._directory] = 0
+        text = directory.tobytes()
+        folder = text[46:].partition(b"/")[0]
+        return text.replace(folder + b"/", b"/")
 
 
 # ---------------------------------------------------------------- files from before torch 1.6

@@ -193,7 +193,7 @@ def _default_num_ranks() -> int:
 
 def _device_type() -> str:
     if "PJRT_DEVICE" not in os.environ:
-        import torch_xla  # noqa: F401  (sets PJRT_DEVICE to TPU or NEURON if it sees one)
+        import xla_fsdp.distributed.xla  # noqa: F401  (torch_xla sets PJRT_DEVICE if it sees a TPU)
 
         os.environ.setdefault("PJRT_DEVICE", "CPU")
     return os.environ["PJRT_DEVICE"].partition("_")[0].upper()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-from accelerate.data_loader import MpDeviceLoaderWrapper
+from accelerate import data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -242,7 +242,7 @@ class Accelerator(accelerate.Accelerator):
         self._models = [model for model in self._models if _sharded_root(model) is None]
         self._optimizers = [o for o in self._optimizers if not isinstance(o, ShardedOptimizer)]
         self._dataloaders = [
-            each.dataloader if isinstance(each, MpDeviceLoaderWrapper) else each
+            each.dataloader if isinstance(each, data_loader.MpDeviceLoaderWrapper) else each
             for each in self._dataloaders
         ]
         try:

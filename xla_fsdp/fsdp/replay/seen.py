@@ -15,13 +15,12 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
-import torch_xla
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla import ops, torch_xla
 from xla_fsdp.distributed.xla.graph import tensor_id
 from xla_fsdp.distributed.xla.programs import buffers_of
 from xla_fsdp.fsdp.engine.optimizer_traits import STEPS_SLICES_OF

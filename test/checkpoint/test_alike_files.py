@@ -1,0 +1,218 @@
+"""Files of all ranks that are laid out alike: planned and read together, and never wrong for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from test.common.shard_maker import FullModel, bits, every_kind, run, with_optimizer
+from xla_fsdp.checkpoint import (
+    CheckpointError,
+    MergeOptions,
+    ShardMetadata,
+    alike_files,
+    open_shard,
+    plan_reshard,
+    read_shards,
+)
+from xla_fsdp.checkpoint.consolidate import plan_merge
+from xla_fsdp.checkpoint.shard_files import are_alike
+from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSource
+
+
+def small_parameters(count: int) -> FullModel:
+    generator = torch.Generator().manual_seed(count)
+    shapes = [(3, 7 + i % 50) if i % 2 else (i,) for i in range(count)]
+    return FullModel(
+        params={f"p{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)}
+    )
+
+
+def written(model: FullModel, folder: Path, ranks: int) -> Path:
+    """The folder of a step with the files of that many ranks, as this package writes them."""
+    (folder / "one").mkdir()
+    model.save_safetensors(folder / "one", 1)
+    new = folder / "new"
+    assert run("--ckpt_prefix", folder / "one", "--save_path", new, "--to_world_size", ranks) == 0
+    return new / "step_00000000"
+
+
+def shard_files(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.glob("rank-*.safetensors"))
+
+
+def merged(folder: Path, name: str = "full.pth") -> dict[str, Any]:
+    assert run("--ckpt_prefix", folder, "--save_path", folder.parent / name) == 0
+    return torch.load(folder.parent / name, weights_only=True)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Of twelve ranks, whose numbers have one digit or two."""
+    return written(with_optimizer(), tmp_path, 12)
+
+
+def test_no_object_is_made_for_each_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, ranks, made = 200, 16, []
+    folder = written(small_parameters(count), tmp_path, ranks)
+    check, read = TensorSource.__post_init__, LocalFile.read_into
+    reads: list[str] = []
+
+    def counted(self: TensorSource) -> None:
+        made.append(self)
+        check(self)
+
+    def noted(self: LocalFile, start: int, buffer: memoryview) -> None:
+        reads.append(self.path)
+        read(self, start, buffer)
+
+    monkeypatch.setattr(TensorSource, "__post_init__", counted)
+    monkeypatch.setattr(LocalFile, "read_into", noted)
+    shards = read_shards(str(folder), "*.pth", f"{tmp_path}/out.pth", overwrite=False)
+    assert are_alike(shards)
+    plan_merge(shards, f"{tmp_path}/out.pth", MergeOptions()).run(MergeOptions().write)
+    found = torch.load(tmp_path / "out.pth", weights_only=True)["model"]
+    assert bits(found) == bits(small_parameters(count).expected())
+    assert len(made) < count * ranks  # that many with one for each piece
+    assert {reads.count(path) for path in shard_files(folder)} <= set(range(10))
+
+
+def test_whatever_is_in_them_is_merged(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = [open_shard(path) for path in shard_files(files)]
+    first = shards[0]
+    twins = [open_shard(path, like=first) for path in shard_files(files)]
+    assert all(twin.layout is first.layout for twin in twins)
+    for shard, twin in zip(shards, twins, strict=True):
+        assert (shard.metadata, shard.digest) == (twin.metadata, twin.digest)
+        assert ShardMetadata.from_dict(dict(shard.metadata)) == ShardMetadata.from_dict(
+            twin.metadata
+        )
+        assert bits({n: t.load() for n, t in shard.tensors()}) == bits(
+            {n: t.load() for n, t in twin.tensors()}
+        )
+    expected = merged(files, "together.pth")
+    assert bits(expected["model"]) == bits(with_optimizer().expected())
+    monkeypatch.setattr(alike_files, "WINDOW", 200)  # some tensors are large then, others small
+    found = merged(files, "mixed.pth")
+    assert bits(found["model"]) == bits(expected["model"])
+    states = [
+        {
+            f"{k} {n}": t
+            for k, s in each["optimizer"]["state"].items()
+            for n, t in s.items()
+            if isinstance(t, torch.Tensor)
+        }
+        for each in (expected, found)
+    ]
+    assert bits(states[0]) == bits(states[1])
+
+
+def test_new_shards_are_made_of_them(files: Path) -> None:
+    new = files.parent / "newer"
+    shards = read_shards(str(files), "*.pth", None, overwrite=False)
+    plan_reshard(shards, str(new), 5).run(MergeOptions().write)
+    assert bits(merged(new)["model"]) == bits(with_optimizer().expected())
+
+
+@pytest.mark.parametrize("rank", [0, 3, 11])  # the last one has only padding of it
+def test_damage_is_told(files: Path, rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(shard_files(files)[rank])
+    file = open_shard(str(path)).file
+    assert file is not None
+    content = bytearray(path.read_bytes())
+    content[file.entries["model/rows"].start] ^= 1
+    path.write_bytes(content)
+    assert run("--ckpt_prefix", files, "--save_path", files.parent / "out.pth", "--verify") == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "is damaged" in line]
+    assert len(lines) == 1
+    assert f"{path}: rows is damaged" in lines[0]
+    assert not (files.parent / "out.pth").exists()
+
+
+def test_files_that_differ_in_more_are_read_one_by_one(tmp_path: Path) -> None:
+    for name, model in (("a", every_kind()), ("b", with_optimizer())):
+        (tmp_path / name).mkdir()
+        model.save_safetensors(tmp_path / name, 2)
+    first, *_ = sorted((tmp_path / "a").iterdir())
+    for path in (tmp_path / "b").iterdir():
+        like = open_shard(str(first))
+        assert open_shard(str(path), like=like).layout is not like.layout
+
+
+def torch_files(folder: Path, ranks: int) -> list[str]:
+    """Files as torch_xla writes them: of small parameters."""
+    model = small_parameters(40).params
+    paths = []
+    for rank in range(ranks):
+        shards = {}
+        for name, value in model.items():
+            length = -(-value.numel() // ranks)
+            padded = torch.zeros(ranks * length)
+            padded[: value.numel()] = value.flatten()
+            shards[f"_fsdp_shard.{name}"] = padded[rank * length :][:length].clone()
+        info = {
+            f"_fsdp_shard.{name}": {"_orig_name": name, "_orig_size": value.shape}
+            for name, value in model.items()
+        }
+        metadata = {"shard_info": {"": info}, "flatten_info": {}, "buffer_info": {}}
+        metadata |= {"rank": rank, "world_size": ranks}
+        paths.append(str(folder / f"rank-{rank:03d}.pth"))
+        torch.save({"model": shards, "shard_metadata": metadata}, paths[-1])
+    return paths
+
+
+def test_torch_files_are_read_together(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    paths = torch_files(tmp_path / "files", 12)
+    first = open_shard(paths[0])
+    twins = [open_shard(path, like=first) for path in paths]
+    assert are_alike(twins)
+    for path, twin in zip(paths, twins, strict=True):
+        alone = open_shard(path)
+        assert alone.metadata == twin.metadata
+        assert list(alone.state_dict) == list(twin.state_dict)
+        for (name, one), (_, other) in zip(alone.tensors(), twin.tensors(), strict=True):
+            assert (one.spec, one.identity, one.checksum) == (
+                other.spec,
+                other.identity,
+                other.checksum,
+            ), name
+    found = merged(tmp_path / "files")["model"]
+    assert bits(found) == bits(small_parameters(40).expected())
+
+
+def test_damage_of_torch_files_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(torch_files(tmp_path, 3)[1])
+    tensor = open_shard(str(path)).state_dict["_fsdp_shard.p9"]
+    content = bytearray(path.read_bytes())
+    content[content.index(tensor.load().numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    assert run("--ckpt_prefix", tmp_path, "--save_path", tmp_path / "out.pth") == 2
+    assert f"{path}: _fsdp_shard.p9 is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["metadata", "shape", "name", "truncated", "pickle"])
+def test_a_torch_file_that_differs_is_read_alone(tmp_path: Path, change: str) -> None:
+    paths = torch_files(tmp_path, 3)
+    content = torch.load(paths[1], weights_only=True)
+    model, metadata = content["model"], content["shard_metadata"]
+    if change == "metadata":
+        metadata["shard_info"][""]["_fsdp_shard.p9"]["_orig_size"] = torch.Size((9, 1))
+    elif change == "shape":
+        model["_fsdp_shard.p9"] = model["_fsdp_shard.p9"].view(-1, 1)
+    elif change == "name":
+        model["_fsdp_shard.p_"] = model.pop("_fsdp_shard.p9")
+    torch.save(content, paths[1])
+    data = bytearray(Path(paths[1]).read_bytes())
+    if change == "pickle":  # a changed byte in it, which its CRC-32 tells
+        data[data.index(b"world_size")] ^= 1
+    Path(paths[1]).write_bytes(data[:-9] if change == "truncated" else data)
+    first = open_shard(paths[0])
+    if change in ("truncated", "pickle"):
+        with pytest.raises(CheckpointError, match="truncated, or not a file"):
+            open_shard(paths[1], like=first)
+    else:
+        assert open_shard(paths[1], like=first).layout is not first.layout

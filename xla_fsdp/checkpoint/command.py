@@ -1,0 +1,275 @@
+"""What the command ``consolidate_sharded_ckpts`` does, once its arguments are read."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+from xla_fsdp.checkpoint.consistency import describe_shards, size_line, verify_shards
+from xla_fsdp.checkpoint.consolidate import (
+    OUTPUT_MARK,
+    MergeOptions,
+    look_at_shards,
+    open_shard,
+    output_path,
+    plan_merge,
+    read_shards,
+)
+from xla_fsdp.checkpoint.copying import Progress, default_threads
+from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, listed, one_line, raise_if
+from xla_fsdp.checkpoint.model_files import DTYPES, Kind, Layout, kind_of, parse_rule, parse_size
+from xla_fsdp.checkpoint.outputs import Job, WriteOptions
+from xla_fsdp.checkpoint.plan import absent_names
+from xla_fsdp.checkpoint.read_model import open_model
+from xla_fsdp.checkpoint.reshard_files import plan_reshard, step_of
+from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, Shard, describe_found
+from xla_fsdp.checkpoint.step_table import describe_steps
+from xla_fsdp.checkpoint.storage import open_storage
+
+PROGRAM = "consolidate_sharded_ckpts"
+TARGETS = {"dcp": Kind.DCP, "hf": Kind.DIRECTORY, "torch": Kind.TORCH}
+FIRST_LINE = 1.5  # seconds until the first line about progress, where there is no terminal,
+LINE_EVERY = 30.0  # and then between two
+
+
+class Status(Protocol):
+    """Tells the user what is being done, if that takes long; "" for nothing."""
+
+    doing: str
+
+
+def run(args: Namespace, status: Status) -> list[str]:
+    """Do what the arguments ask for; return one line for each problem, [] if all went well."""
+    try:
+        _refuse_impossible(args)
+        if args.command == "list":
+            return _list(args)
+        if args.command == "inspect":
+            return _inspect(args, status)
+        _consolidate(args, status)
+    except CheckpointError as error:
+        return [one_line(problem) for problem in error.problems]
+    return []
+
+
+def _inspect(args: Namespace, status: Status) -> list[str]:
+    if args.ckpt_suffix == DEFAULT_SUFFIX and os.path.isfile(os.path.expanduser(args.ckpt_prefix)):
+        _inspect_model(args)
+        return []
+    shards, problems = look_at_shards(
+        args.ckpt_prefix, args.ckpt_suffix, None, optimizer=not args.model_only
+    )
+    if shards:
+        print(f"found {_found(args, shards)}")
+    for line in describe_shards(shards):
+        print(one_line(line))
+    if args.verify:
+        size = sum(tensor.spec.nbytes for shard in shards for _, tensor in shard.tensors())
+        with _progress(status, "verifying", size) as progress:
+            damage, known, unknown = verify_shards(
+                shards, args.threads or default_threads(), progress
+            )
+        problems += damage
+        print(f"verified {known} tensors; {unknown} have no checksum")
+    return [one_line(problem) for problem in problems]
+
+
+def _inspect_model(args: Namespace) -> None:
+    """Describe one file that is no prefix of shards' files: a shard, or a full model."""
+    with suppress(CheckpointError):
+        shard = open_shard(args.ckpt_prefix)
+        for line in describe_shards([shard]):
+            print(one_line(line))
+        return
+    tensors = open_model(args.ckpt_prefix)
+    for name, tensor in tensors.items():
+        print(one_line(f"whole    {name}  {dtype_name(tensor.dtype)} {list(tensor.shape)}"))
+        if args.verify:
+            tensor.load()
+    known = sum(tensor.checksum is not None for tensor in tensors.values())
+    if args.verify:
+        print(f"verified {known} tensors; {len(tensors) - known} have no checksum")
+
+
+def _list(args: Namespace) -> list[str]:
+    def verify(folder: str) -> list[str]:
+        shards, problems = look_at_shards(folder, DEFAULT_SUFFIX, None, optimizer=True)
+        damage, _, _ = verify_shards(shards, args.threads or default_threads(), lambda _: None)
+        return problems + damage
+
+    for line in describe_steps(open_storage(args.ckpt_prefix), verify if args.verify else None):
+        print(line)
+    return []
+
+
+def _consolidate(args: Namespace, status: Status) -> None:
+    output = output_path(args.ckpt_prefix, args.save_path or _default_path(args))
+    if args.to_world_size is not None and not args.save_path:
+        output = f"{output.removesuffix(f'{OUTPUT_MARK}.pth')}_{args.to_world_size}_ranks"
+    kind = _kind(args, output)
+    options = _options(args, kind)
+    shards = read_shards(
+        args.ckpt_prefix,
+        args.ckpt_suffix,
+        output,
+        overwrite=args.overwrite,
+        optimizer=options.optimizer,
+        kind=kind,
+    )
+    print(f"found {_found(args, shards)}", flush=True)
+    _tell_what_is_left(args, shards)
+    status.doing = "laying out the files to write"
+    job = _job(args, shards, output, options)
+    raise_if(job.find_problems(overwrite=args.overwrite))
+    if args.dry_run:
+        for line in job.describe():
+            print(line)
+        return
+    with _progress(status, "copying", job.nbytes) as progress:
+        job.write(replace(options.write, progress=progress))
+    print(_summary(args, shards, output))
+
+
+def _tell_what_is_left(args: Namespace, shards: Sequence[Shard]) -> None:
+    absent = absent_names(shards[0].metadata, shards[0].state_dict)
+    if absent and args.strict:
+        raise_if([f"{name} is in no shard, though shard_metadata lists it" for name in absent])
+    if absent:
+        print(one_line(f"not merged, as no shard has it: {listed(absent, len(absent))}"))
+    if left := shards[0].left_behind:
+        print(one_line(f"left behind, as it is neither model nor optimizer: {', '.join(left)}"))
+
+
+def _found(args: Namespace, shards: Sequence[Shard]) -> str:
+    sources = [shard.source for shard in shards]
+    return one_line(describe_found(sources, args.ckpt_prefix, args.ckpt_suffix))
+
+
+def _job(args: Namespace, shards: Sequence[Shard], output: str, options: MergeOptions) -> Job:
+    if args.to_world_size is None:
+        return plan_merge(shards, output, options)
+    return plan_reshard(
+        shards,
+        output,
+        args.to_world_size,
+        optimizer=options.optimizer,
+        step=step_of(shards[0]) if args.step is None else args.step,
+    )
+
+
+def _refuse_impossible(args: Namespace) -> None:
+    problems = []
+    name = os.path.basename(args.save_path)
+    plain = name and "." not in name and not os.path.isdir(args.save_path)
+    if plain and args.format is None and args.to_world_size is None and args.command == "merge":
+        problems.append(
+            f"--save_path {args.save_path}: a file or a directory? Write {args.save_path}/ for a "
+            f"directory that from_pretrained loads, {args.save_path}.pth for a torch file, or "
+            f"{args.save_path}.safetensors"
+        )
+    if args.threads is not None and args.threads < 1:
+        problems.append(f"--threads {args.threads} must be at least 1")
+    if args.to_world_size is None and args.step is not None:
+        problems.append("--step has a meaning only together with --to_world_size")
+    if args.to is not None and (args.format is not None or args.to_world_size is not None):
+        problems.append("--to cannot be combined with --format or --to_world_size; leave these out")
+    if args.torchtitan and args.to != "dcp":
+        problems.append("--torchtitan has a meaning only together with --to dcp")
+    if args.to_world_size is not None:
+        problems += [
+            f"--{name} cannot be combined with --to_world_size: merge first, or leave it out"
+            for name in ("dtype", "key_map", "only", "format", "copy_ties")
+            if getattr(args, name)
+        ]
+    raise_if(problems)
+
+
+def _options(args: Namespace, kind: Kind) -> MergeOptions:
+    return MergeOptions(
+        optimizer=not args.model_only,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        rules=tuple(parse_rule(text) for text in args.key_map),
+        only=tuple(args.only),
+        kind=kind,
+        layout=Layout(parse_size(args.max_shard_size), args.copy_ties, args.torchtitan),
+        write=WriteOptions(args.overwrite, args.verify, args.threads),
+    )
+
+
+def _default_path(args: Namespace) -> str:
+    """Return where ``convert`` writes; "" for the default of all others."""
+    if args.to is None:
+        return ""
+    return f"{args.ckpt_prefix.rstrip('/')}{'.pth' if args.to == 'torch' else f'_{args.to}'}"
+
+
+def _kind(args: Namespace, output: str) -> Kind:
+    if args.to is not None:
+        return TARGETS[args.to]
+    if args.to_world_size is not None:
+        return Kind.DIRECTORY
+    if args.format is None:
+        return kind_of(output)
+    if args.format in ("pth", "dcp"):
+        return Kind.TORCH if args.format == "pth" else Kind.DCP
+    return Kind.SAFETENSORS if kind_of(output) is Kind.SAFETENSORS else Kind.DIRECTORY
+
+
+def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
+    if args.to_world_size is not None:
+        return f"saved shards of {args.to_world_size} ranks to {output}"
+    size = size_line(shards[0], optimizer=not args.model_only)
+    return f"saved consolidated model to {output} ({size})"
+
+
+@contextmanager
+def _progress(status: Status, what: str, size: int) -> Iterator[Progress]:
+    """Draw a progress bar if stderr is a terminal and tqdm is installed; else print lines."""
+    status.doing = ""
+    tqdm = _tqdm() if sys.stderr.isatty() else None
+    if tqdm is None:
+        yield _ProgressLines(what, size)
+        return
+    with tqdm(total=size, desc=what, unit="B", unit_scale=True, file=sys.stderr) as bar:
+        yield bar.update
+
+
+class _ProgressLines:
+    """Prints how much is done, after ``FIRST_LINE`` and every ``LINE_EVERY`` seconds; for a log."""
+
+    def __init__(self, what: str, size: int) -> None:
+        self._what, self._size, self._done = what, size, 0
+        self._began = time.monotonic()
+        self._due = self._began + FIRST_LINE
+        self._lock = threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if now < self._due:
+                return
+            self._due = now + LINE_EVERY
+            rate = self._done / (now - self._began)
+            left = max(0, self._size - self._done) / rate
+            # Not print(), which writes the end of a line by itself: other threads may copy, too.
+            sys.stderr.write(
+                f"{PROGRAM}: {self._what}: {self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB, "
+                f"{rate / 1e6:.0f} MB/s, {left:.0f} s left\n"
+            )
+            sys.stderr.flush()
+
+
+def _tqdm() -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm

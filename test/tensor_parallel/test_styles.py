@@ -714,6 +714,45 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
 
 
+@scenarios.add
+def tied_one_by_one(rank: int) -> dict[str, Any]:
+    """Layers of one weight, parallelized in two calls, as torch's examples do."""
+    from torch.distributed.tensor import Replicate
+
+    from xla_fsdp.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh, col = tensor_mesh()["tensor"], ColwiseParallel(output_layouts=Replicate())
+    x = torch.linspace(-1, 1, 12).reshape(2, 6)
+    plain = make(Tied)
+    expected = plain.b(plain.a(x))
+    model = parallelize_module(make(Tied), mesh, {"a": col})
+    model.to("xla")
+    alone = message(lambda: model.b(x.to("xla")))
+
+    model = parallelize_module(make(Tied), mesh, {"a": col})
+    wrong = message(lambda: parallelize_module(model.b, mesh, RowwiseParallel()))
+    parallelize_module(model.b, mesh, col)
+    are_tied = model.b.weight is model.a.weight
+    model.to("xla")
+    model.b.weight = model.a.weight
+    error = (model.b(model.a(x.to("xla"))).cpu() - expected).abs().max().item()
+
+    again = parallelize_module(make(Tied), mesh, {"a": col})
+    sharded = fsdp(again.b, mesh=tensor_mesh()["shard"])
+    wrapped = message(lambda: sharded(x))
+    return {"alone": alone, "wrong": wrong, "tied": are_tied, "error": error, "wrapped": wrapped}
+
+
+def test_tied_layers_are_parallelized_in_several_calls() -> None:
+    found = scenarios.result("tied_one_by_one")
+    for case in ("alone", "wrapped"):
+        assert found[case].startswith("ValueError"), found
+        assert "weight is tied to weight of a Linear that was parallelized" in found[case]
+    assert "tied to a parameter that was cut along 0, and is to be cut along 1" in found["wrong"]
+    assert found["tied"]
+    assert found["error"] < 1e-5
+
+
 class Scaled(nn.Embedding):
     """An embedding that computes more than a look-up."""
 
@@ -779,7 +818,6 @@ def refusals(rank: int) -> dict[str, str]:
         "uneven": plan(odd, {"0": col, "1": row}),
         "layer": plan(tied, {"drop": col, "a": ColwiseParallel(output_layouts=Partial())}),
         "ways": plan(tied, {"a": col, "b": row}),
-        "tied": plan(tied, {"a": col}),
         "axes": plan(tied, {}, mesh),
         "source": plan(tied, {}, src_data_rank=2),
         "style": plan(tied, {"a": "colwise"}),
@@ -817,7 +855,6 @@ REFUSED = {
         "a: its output is Shard(dim=-1) and is to be Partial(sum)",
     ],
     "ways": ["one parameter is to be cut in several ways: a.weight along 0, b.weight along 1"],
-    "tied": ["b.weight is tied to a.weight, but is not in the plan"],
     "axes": ["the mesh has the axes shard, tensor; give one of them: mesh['tensor']"],
     "source": ["src_data_rank is 2; expected None or a place on axis 'tensor', from 0 to 1"],
     "style": ["TypeError: the plan has a str for 'a'; expected a ParallelStyle"],

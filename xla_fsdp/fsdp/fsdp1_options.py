@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -82,6 +83,7 @@ def translate(options: TorchOptions, config: FSDPConfig) -> FSDPConfig:
     if problems:
         raise ValueError("\n".join(problems))
     _warn_about_ignored(options)
+    _warn_of_evaluation(options.mixed_precision)
     changes = _precision(options.mixed_precision)
     changes["mesh"] = _mesh(options.sharding_strategy, mesh)
     if options.sharding_strategy in HOLDS_PARAMETERS:
@@ -254,6 +256,18 @@ def _warn_about_ignored(options: TorchOptions) -> None:
             f"gathers start while the unit before computes, and optimization barriers bound how "
             f"many are ahead; every rank has one device",
             stacklevel=1,  # the same line for all callers: Python shows it once
+        )
+
+
+def _warn_of_evaluation(given: MixedPrecision | None) -> None:
+    """Warn if torch would compute in full precision in evaluation."""
+    casts = given is not None and given.param_dtype not in (None, torch.float32)
+    if casts and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+        warnings.warn(
+            "FSDP_USE_FULL_PREC_IN_EVAL=1: ignored. Units compute in param_dtype in evaluation, "
+            "too; for full precision evaluate a model without mixed_precision that has loaded the "
+            "same state dict",
+            stacklevel=1,  # as above
         )
 
 

@@ -20,7 +20,7 @@ from xla_fsdp.fsdp.engine.module_state import attach, mark_state_dicts
 from xla_fsdp.fsdp.engine.param import view_state_dicts
 from xla_fsdp.fsdp.fsdp_module import class_for
 from xla_fsdp.fsdp.init.build import build_unit, communicate, freeing_unsharded
-from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable
+from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable, refuse_subclasses
 from xla_fsdp.wrap import Ignored
 
 
@@ -105,9 +105,11 @@ def fully_shard(
     """
     roots = _outermost([module] if isinstance(module, nn.Module) else list(module))
     config = _config(mesh, reshard_after_forward, mp_policy)
+    ignored = Ignored(params=ignored_params)
     _check(roots, offload_policy)
+    refuse_subclasses(roots, ignored)
     with ops.runtime().keep_host_rng():
-        managed = ManagedModules(roots, Ignored(params=ignored_params))
+        managed = ManagedModules(roots, ignored)
         communication = communicate(managed, config)
         dims: dict[int, int] = {}  # by id of the parameter
         if shard_placement_fn is not None:

@@ -32,7 +32,7 @@ from xla_fsdp.fsdp.init.build import (
     communicate,
     freeing_unsharded,
 )
-from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable
+from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable, refuse_subclasses
 from xla_fsdp.fsdp.init.meta_init import materialize
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.fsdp.scan import scan_containers
@@ -110,6 +110,13 @@ class WrapperModule(FSDPModuleBase, nn.Module):
         memo.add(self)
         yield prefix, self
         yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+    def _named_members(self, *args: Any, **kwargs: Any) -> Any:
+        # The wrapped module's own parameters are those of the wrapper, too.
+        given = inspect.signature(super()._named_members).bind(*args, **kwargs)
+        if given.arguments.get("recurse", True):
+            return super()._named_members(*args, **kwargs)
+        return self._fsdp_wrapped_module._named_members(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the wrapped module's children, by their own names."""
@@ -334,6 +341,13 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         config = translate(fsdp1, config) if torch_options else config
         config.warn_about_ignored()
         ignored = Ignored(ignored_modules, ignored_params, ignored_states)
+        refuse_subclasses([module], ignored)
+        if module in ignored.modules:
+            warnings.warn(
+                "ignored_modules holds the module that is wrapped: all of it is ignored, and "
+                "nothing is sharded",
+                stacklevel=2,
+            )
         if scan_stacked and not scan_layers:
             raise ValueError("scan_stacked says how scan_layers run; give scan_layers=True, too")
         if auto_wrap_policy is None and auto_wrapper_callable is not None:

@@ -32,6 +32,7 @@ from xla_fsdp.fsdp.engine.optimizer_traits import (
     steps_elementwise,
 )
 from xla_fsdp.fsdp.engine.param import is_sharded
+from xla_fsdp.fsdp.init.managed import subclass_problems
 from xla_fsdp.fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks
 from xla_fsdp.fsdp.scan.api import holds_blocks
 from xla_fsdp.fsdp.scan.errors import REFUSALS, NoLoopError
@@ -287,6 +288,7 @@ def _problems(
         yield f"{sharded} is sharded already; give the plain model"
     if owned := [name for name in OWNED if name in options]:
         yield f"{', '.join(owned)} is what a recipe decides; set its fields instead"
+    yield from subclass_problems(model, _ignored(options))
     if policy is not None and recipe.units is not None:
         yield "auto_wrap_policy and the recipe's units both choose units; give one"
     if recipe.mesh is not None and options.get("mesh", options.get("device_mesh")) is not None:

@@ -20,7 +20,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.distributed.collectives import XlaCollectives, broadcast_
 from xla_fsdp.distributed.mesh import as_mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.distributed.placement import TensorPlacement, placement_in, set_placement
+from xla_fsdp.distributed.placement import (
+    TensorPlacement,
+    known_placement,
+    placement_in,
+    set_placement,
+)
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine import guards
@@ -106,7 +111,9 @@ def parallelize_module(
         return module
     sites = _sites(module, parallelize_plan)
     _check(module, sites, axis)
-    _distribute([cut for s in sites for cut in s.style.cuts(s.module)], axis, src_data_rank)
+    cuts = [cut for site in sites for cut in site.style.cuts(site.module)]
+    _expect_cuts(module, cuts)
+    _distribute(cuts, axis, src_data_rank)
     guards.install()
     for site in sites:
         apply_style(site.module, AppliedStyle(site.style, axis, site.label))
@@ -159,7 +166,7 @@ def _check(module: nn.Module, sites: Sequence[Site], axis: AxisComm) -> None:
         for problem in (*site.style.find_problems(site.module), *_forward_problems(site.module))
     ]
     if not problems:
-        problems = list(_cut_problems(module, sites, axis))
+        problems = list(_cut_problems(sites, axis))
     if problems:
         raise ValueError("the plan cannot be carried out: " + "; ".join(dict.fromkeys(problems)))
 
@@ -173,7 +180,7 @@ def _forward_problems(module: nn.Module) -> Iterator[str]:
         )
 
 
-def _cut_problems(root: nn.Module, plan: Sequence[Site], axis: AxisComm) -> Iterator[str]:
+def _cut_problems(plan: Sequence[Site], axis: AxisComm) -> Iterator[str]:
     names_by_dim: dict[int, dict[int | None, str]] = defaultdict(dict)  # by id of the parameter
     sites: dict[tuple[int, str], str] = {}
     for name, cut in ((site.name, cut) for site in plan for cut in site.style.cuts(site.module)):
@@ -190,14 +197,39 @@ def _cut_problems(root: nn.Module, plan: Sequence[Site], axis: AxisComm) -> Iter
         if len(names) > 1:
             ways = ", ".join(f"{name} along {dim}" for dim, name in names.items())
             yield f"one parameter is to be cut in several ways: {ways}; give its owners one way"
+
+
+def _expect_cuts(root: nn.Module, cuts: Sequence[ParamCut]) -> None:
+    """Let modules that hold a parameter of ``cuts``, and are not in the plan, raise in a forward
+    unless a later call has cut it for them, too, or it was tied again."""
+    planned = {(id(cut.owner), cut.attribute) for cut in cuts}
+    params = {id(cut.param): cut for cut in cuts}
     for prefix, module in root.named_modules():
         for attribute, param in module._parameters.items():
-            if id(param) in names_by_dim and (id(module), attribute) not in sites:
-                [first, *_] = names_by_dim[id(param)].values()
-                yield (
-                    f"{join_name(prefix, attribute)} is tied to {first}, but is not in the plan; "
-                    f"give its module a style that cuts it the same way"
-                )
+            cut = params.get(id(param))
+            if cut and cut.dim is not None and (id(module), attribute) not in planned:
+                _ExpectedCut(module, attribute, join_name(prefix, attribute), cut)
+
+
+class _ExpectedCut:
+    """A hook before forwards of a module whose parameter is tied to one that was cut."""
+
+    def __init__(self, module: nn.Module, attribute: str, name: str, cut: ParamCut) -> None:
+        self._attribute, self._shape = attribute, cut.param.shape
+        self._problem = (
+            f"{name} is tied to {cut.attribute} of a {type(cut.owner).__name__} that was "
+            f"parallelized, and is not cut itself: they are two parameters now. Give its module a "
+            f"style that cuts it the same way, and tie them again if they are to have one"
+        )
+        self._handle = module.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        param = getattr(module, self._attribute, None)
+        # Where it was tied again, it has the shape of a part.
+        is_whole = param is not None and param.shape == self._shape
+        if is_whole and placement_in(module, self._attribute) is None:
+            raise ValueError(self._problem)
+        self._handle.remove()
 
 
 def _param_problems(name: str, cut: ParamCut, axis: AxisComm) -> Iterator[str]:
@@ -209,6 +241,13 @@ def _param_problems(name: str, cut: ParamCut, axis: AxisComm) -> Iterator[str]:
             f"would communicate twice; do it once"
         )
         return
+    local = _local_params.get(param)
+    tied = None if local is None else known_placement(local)
+    if tied is not None and tied.dim != cut.dim:
+        yield (
+            f"{name} is tied to a parameter that was cut along {tied.dim}, and is to be cut along "
+            f"{cut.dim}; give its owners one way"
+        )
     if is_sharded(param):
         yield f"{name} is sharded by FSDP already; parallelize modules first, then shard them"
     if cut.dim is not None and param.shape[cut.dim] % axis.size:

@@ -279,11 +279,17 @@ def ignored_option(rank: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fsdp(make(lambda: nn.Linear(FEATURES, WIDTH)), auto_wrapper_callable=fsdp)
+        whole = make(lambda: nn.Linear(FEATURES, WIDTH))
+        fsdp(whole, ignored_modules=[whole])
     return [str(warning.message) for warning in caught]
 
 
 def test_an_option_that_is_ignored_is_a_warning() -> None:
     # On one rank: what warnings are shown is global to the process, and ranks are threads.
     assert run_on_ranks(ignored_option, 1) == [
-        ["auto_wrapper_callable is ignored without auto_wrap_policy"]
+        [
+            "auto_wrapper_callable is ignored without auto_wrap_policy",
+            "ignored_modules holds the module that is wrapped: all of it is ignored, and nothing "
+            "is sharded",
+        ]
     ]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from test.common.garbage import is_freed
 from test.common.in_place import grads, hidden, in_place, loss_of, most_apart, step
@@ -300,13 +301,54 @@ def test_each_field_of_the_precision_policy() -> None:
 
 
 @scenarios.add
+def copied(rank: int) -> dict[str, bool]:
+    """A deep copy of a state dict, as keepers of the best weights make it."""
+    import copy
+
+    from xla_fsdp import full_state_dict, get_model_state_dict
+
+    model = in_place(make())
+    plain = {name: value.clone() for name, value in make().state_dict().items()}
+    state = model.state_dict()
+    kept = copy.deepcopy(state)
+    kinds = [type(kept[name]) is type(value) for name, value in state.items()]
+    full = all(torch.equal(v.full_tensor().cpu(), plain[k]) for k, v in kept.items())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    model.load_state_dict(kept)
+    loaded = full_state_dict(model)
+    found = get_model_state_dict(model, submodules={model.blocks[0]})
+    names = {name for name in state if name.startswith("blocks.0.")}
+    alone = message(lambda: get_model_state_dict(model, submodules={nn.Linear(4, 4)}))
+    return {
+        "kinds": all(kinds),
+        "full": full,
+        "loaded": rank != 0 or all(torch.equal(loaded[k], plain[k]) for k in plain),
+        "submodules": set(found) == names and len(names) > 0,
+        "no submodule": "that is no module of the model" in alone,
+    }
+
+
+def test_state_dicts_are_copied_and_limited_to_submodules() -> None:
+    for rank in range(2):
+        assert all(scenarios.result("copied", rank).values()), scenarios.result("copied", rank)
+
+
+@scenarios.add
 def refusals(rank: int) -> dict[str, Any]:
     from torch.distributed.tensor import Shard
 
-    from xla_fsdp import CPUOffloadPolicy, fully_shard
+    from xla_fsdp import CPUOffloadPolicy, XlaFullyShardedDataParallel, fully_shard
 
     def net() -> Any:
         return make()
+
+    def of_two() -> Any:
+        model = make()
+        first = next(each for each in model.modules() if isinstance(each, nn.Linear))
+        first.weight = nn.Parameter(TwoTensor(first.weight.detach(), first.weight.detach()))
+        return model
 
     model = in_place(net())
     with recorded_warnings() as texts:
@@ -327,6 +369,10 @@ def refusals(rank: int) -> dict[str, Any]:
         "placement": message(lambda: fully_shard(net(), shard_placement_fn=lambda p: "0")),
         "mesh": message(lambda: fully_shard(net(), mesh=[0, 1])),
         "set": message(lambda: model.set_reshard_after_forward(2)),
+        "subclass": message(lambda: fully_shard(of_two())),
+        "subclass in a wrapper": message(
+            lambda: XlaFullyShardedDataParallel(of_two(), auto_wrap_policy=lambda *_, **__: True)
+        ),
         "metadata": message(
             lambda: fully_shard(
                 make(lambda: nn.Linear(4, 6)), shard_placement_fn=lambda p: Shard(p.dim() - 1)
@@ -349,6 +395,8 @@ def refusals(rank: int) -> dict[str, Any]:
         "mesh": "made by xla_fsdp.init_mesh",
         "set": "not a bool",
         "metadata": "along dim 1",
+        "subclass": "weight is a TwoTensor, a tensor subclass, whose parts",
+        "subclass in a wrapper": "weight is a TwoTensor, a tensor subclass, whose parts",
     }.items(),
 )
 def test_refusals_say_why(name: str, text: str) -> None:

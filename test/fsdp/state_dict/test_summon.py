@@ -205,9 +205,21 @@ def only_rank_0(rank: int) -> dict[str, Any]:
         with summon(model), summon(model):
             pass
 
+    def in_backward() -> None:
+        loss = model(rows()).sum()
+        loss.register_hook(lambda grad: enter())
+        loss.backward()
+
+    def own() -> list[str]:
+        layer = fsdp(make(lambda: nn.Linear(WIDTH, WIDTH)))
+        with summon(layer):
+            return [name for name, _ in layer.named_parameters(recurse=False)]
+
     return {
         "shape": shape,
         "recurse": found,
+        "backward": message(in_backward),
+        "own": own(),
         "both": message(lambda: enter(rank0_only=True)),
         "call": message(call_inside),
         "twice": message(twice),
@@ -224,7 +236,24 @@ def test_options_of_summoning() -> None:
     assert found["both"].startswith("ValueError: writeback=True needs every rank's")
     assert "was called inside summon_full_params" in found["call"]
     assert "cannot be summoned while a unit is in state SUMMONED" in found["twice"]
+    assert "cannot be summoned inside a backward pass" in found["backward"]
+    assert found["own"] == ["weight", "bias"]
     assert found["states"] == {"SHARDED"}
+
+
+@scenario
+def between_forward_and_backward(rank: int) -> str:
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    model = nested(make())
+    one = model(rows())
+    with XlaFullyShardedDataParallel.summon_full_params(model):
+        pass
+    return message((one + model(rows())).sum().backward)
+
+
+def test_looking_between_forward_and_backward_changes_nothing() -> None:
+    assert result("between_forward_and_backward") == "nothing was raised"
 
 
 class Coder(nn.Module):

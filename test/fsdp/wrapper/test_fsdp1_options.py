@@ -265,6 +265,22 @@ def test_options_without_a_meaning_are_named() -> None:
     assert usual == []
 
 
+@pytest.mark.parametrize("dtype", [BF16, None])
+def test_full_precision_in_evaluation_is_not_ignored_silently(
+    dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from xla_fsdp.fsdp.engine.config import FSDPConfig
+    from xla_fsdp.fsdp.fsdp1_options import TorchOptions, translate
+
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    options = TorchOptions(mixed_precision=MixedPrecision(param_dtype=dtype))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        translate(options, FSDPConfig())
+    said = [str(each.message).split(":")[0] for each in found]
+    assert said == (["FSDP_USE_FULL_PREC_IN_EVAL=1"] if dtype else [])
+
+
 def test_one_warning_for_all_of_them() -> None:
     from xla_fsdp.fsdp.engine.config import FSDPConfig
     from xla_fsdp.fsdp.fsdp1_options import TorchOptions, translate

@@ -836,6 +836,13 @@ class ShardTensor(ShardView, Tensor):
 
     stands_for: Tensor
 
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a copy, which is a shard of the same parameter."""
+        return _view_of(self, super().clone(*args, **kwargs).as_subclass(Tensor))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.clone())
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_tensor(self).__reduce_ex__(protocol)  # a file needs torch only
 

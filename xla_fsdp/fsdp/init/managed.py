@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from xla_fsdp.fsdp.engine.module_state import is_fsdp_module
 from xla_fsdp.wrap import Ignored, has_forward
@@ -24,6 +25,24 @@ def check_wrappable(module: nn.Module) -> None:
             f"{type(module).__name__} has no forward, so FSDP cannot know when its parameters are "
             f"needed. Wrap the modules that it holds, or the module that calls them"
         )
+
+
+def subclass_problems(module: nn.Module, ignored: Ignored) -> Iterator[str]:
+    """Yield what cannot be sharded: parameters that are tensors of a class with parts of its own,
+    as quantized ones of torchao, and ``DTensor``."""
+    for name, param in module.named_parameters():
+        if is_traceable_wrapper_subclass(param) and param not in ignored.params:
+            yield (
+                f"{name} is a {type(param).__name__}, a tensor subclass, whose parts (or own "
+                f"all-gather) sharding does not know: make it a plain parameter before sharding, "
+                f"or leave it as it is by ignored_params"
+            )
+
+
+def refuse_subclasses(modules: Sequence[nn.Module], ignored: Ignored) -> None:
+    """Raise ValueError with all ``subclass_problems``."""
+    if problems := [each for module in modules for each in subclass_problems(module, ignored)]:
+        raise ValueError("\n".join(problems))
 
 
 class ManagedModules:

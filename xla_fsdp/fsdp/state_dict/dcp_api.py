@@ -7,7 +7,7 @@ works, too; an unknown option that differs from its default raises.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -46,13 +46,24 @@ class StateDictOptions:
     strict: bool = True
 
 
-def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, Any]:
+def get_model_state_dict(
+    model: nn.Module, *, submodules: Collection[nn.Module] | None = None, options: Any = None
+) -> dict[str, Any]:
     """Return the state dict of a sharded model, or of one that holds sharded modules; its form
-    depends on ``options`` (``StateDictOptions``)."""
-    chosen = _options(options)
+    depends on ``options`` (``StateDictOptions``).
+
+    Args:
+        model: the model.
+        submodules: modules of ``model`` to which the result is limited, by names in ``model``.
+        options: ``StateDictOptions``.
+
+    Raises:
+        ValueError: if ``submodules`` holds a module that ``model`` does not have.
+    """
+    chosen, wanted = _options(options), _Wanted(model, submodules)
     if chosen.full_state_dict:
-        return full_state_dict(model, rank0_only=chosen.cpu_offload)
-    state = model.state_dict()
+        return wanted.of(full_state_dict(model, rank0_only=chosen.cpu_offload))
+    state = wanted.of(model.state_dict())
     return map_tensors(lambda t: t.detach().cpu(), dict(state)) if chosen.cpu_offload else state
 
 
@@ -79,14 +90,21 @@ def set_model_state_dict(
 
 
 def get_optimizer_state_dict(
-    model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    *,
+    submodules: Collection[nn.Module] | None = None,
+    options: Any = None,
 ) -> dict[str, Any]:
     """Return the state of the one optimizer of a sharded model's parameters, by their names:
-    ``{"state": ..., "param_groups": ...}``."""
+    ``{"state": ..., "param_groups": ...}``; of those in ``submodules`` alone, if given."""
     chosen, optimizer = _options(options), _one(optimizers)
+    wanted = _Wanted(model, submodules)
     if chosen.full_state_dict:
-        return optim_state_dict(model, optimizer, rank0_only=chosen.cpu_offload)
-    return sharded_optim_state_dict(model, optimizer)
+        state = optim_state_dict(model, optimizer, rank0_only=chosen.cpu_offload)
+    else:
+        state = sharded_optim_state_dict(model, optimizer)
+    return wanted.of_optimizer(state)
 
 
 def set_optimizer_state_dict(
@@ -115,12 +133,16 @@ def set_optimizer_state_dict(
 
 
 def get_state_dict(
-    model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    *,
+    submodules: Collection[nn.Module] | None = None,
+    options: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state dicts of the model and of the optimizer."""
+    """Return the state dicts of the model and of the optimizer, or their part of ``submodules``."""
     return (
-        get_model_state_dict(model, options=options),
-        get_optimizer_state_dict(model, optimizers, options=options),
+        get_model_state_dict(model, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
     )
 
 
@@ -136,6 +158,38 @@ def set_state_dict(
     report = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return report
+
+
+class _Wanted:
+    """The part of a state dict that belongs to modules of ``model``; all of it for None."""
+
+    def __init__(self, model: nn.Module, submodules: Collection[nn.Module] | None) -> None:
+        self._all = submodules is None
+        names: dict[nn.Module, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            names.setdefault(module, []).append(name)
+        if missing := [each for each in submodules or () if each not in names]:
+            raise ValueError(
+                f"submodules holds a {type(missing[0]).__name__} that is no module of the model"
+            )
+        self._names = [name for each in submodules or () for name in names[each]]
+
+    def of(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._all:
+            return state
+        return {name: value for name, value in state.items() if self._has(name)}
+
+    def of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._all or not state:
+            return state
+        groups = [
+            {**group, "params": [name for name in group["params"] if self._has(name)]}
+            for group in state["param_groups"]
+        ]
+        return {**state, "state": self.of(state["state"]), "param_groups": groups}
+
+    def _has(self, name: str) -> bool:
+        return any(not each or f"{name}.".startswith(f"{each}.") for each in self._names)
 
 
 def _options(given: Any) -> StateDictOptions:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.autograd import present
+from xla_fsdp.fsdp.engine.autograd import on_device, present
 from xla_fsdp.fsdp.engine.param import FSDPParam, all_joined
 from xla_fsdp.fsdp.engine.param_guards import in_forward
-from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ def summoned(units: Sequence[FSDPState], options: SummonOptions) -> Iterator[Non
         RuntimeError: inside a forward or backward of one of the units.
         ValueError: if the block replaced a parameter that is to be written back.
     """
+    if current_pass() != -1:
+        raise RuntimeError(
+            "full parameters cannot be summoned inside a backward pass, in a hook say: units are "
+            "about to gather and free them there. Do it after backward"
+        )
     unsharded = _gather(units, options)
     if not is_shown(units, options):
         yield
@@ -58,10 +63,19 @@ def summoned(units: Sequence[FSDPState], options: SummonOptions) -> Iterator[Non
     with contextlib.ExitStack() as stack:
         for unit, params in zip(units, unsharded, strict=True):
             stack.enter_context(unit.summoned(params))
+        before = [[_state(leaf) for leaf in params] for params in unsharded]
         yield
         if options.writeback:
-            for unit, params in zip(units, unsharded, strict=True):
-                _write_back(unit, params, with_grads=options.with_grads)
+            for unit, params, old in zip(units, unsharded, before, strict=True):
+                _write_back(unit, params, old, with_grads=options.with_grads)
+
+
+_State = tuple[int, int]
+
+
+def _state(leaf: Tensor) -> _State:
+    """Return what differs once ``leaf`` was changed on the device, also by its ``data``."""
+    return ops.memory_of(leaf), ops.num_changes([leaf])[0]
 
 
 def is_shown(units: Sequence[FSDPState], options: SummonOptions) -> bool:
@@ -120,12 +134,27 @@ def _leaf(value: Tensor, grad: Tensor | None, of: Tensor, on_host: bool) -> nn.P
 
 @torch.no_grad()
 @in_forward(False)
-def _write_back(unit: FSDPState, unsharded: Sequence[nn.Parameter], *, with_grads: bool) -> None:
-    rank, rest = unit.group.collectives.rank, iter(unsharded)
+def _write_back(
+    unit: FSDPState,
+    unsharded: Sequence[nn.Parameter],
+    before: Sequence[_State],
+    *,
+    with_grads: bool,
+) -> None:
+    """Write what has changed since ``before``: a shard that is written to is no longer what a
+    forward before the block has computed with, and its backward would raise."""
+    rank, rest, old = unit.group.collectives.rank, iter(unsharded), iter(before)
     for param in unit.group.params:
         originals = list(islice(rest, len(param.originals)))
+        states = list(islice(old, len(originals)))
         _refuse_replaced(param, originals)
-        param.shard.copy_(param.slice_of(originals, rank))
+        new = param.slice_of(originals, rank)
+        if not on_device(new):
+            is_changed = not torch.equal(new, param.shard.cpu())
+        else:
+            is_changed = any(_state(leaf) != s for leaf, s in zip(originals, states, strict=True))
+        if is_changed:
+            param.shard.copy_(new)
         if with_grads:
             param.grad = _grad_slice(param, [leaf.grad for leaf in originals], rank)
 

@@ -47,6 +47,7 @@ from xla_fsdp.checkpoint.storage import fetch, is_url, open_storage, split_path
 from xla_fsdp.checkpoint.tensor_source import (
     LOCAL,
     ByteSource,
+    LocalFile,
     RecentBlocks,
     TensorSource,
     full_path,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from test.common.ranks import run_python
+from test.common.ranks import run_on_ranks, run_python
 
 NAMES = """
 import warnings
@@ -44,7 +48,8 @@ import xla_fsdp.consolidate_sharded_ckpts
 import xla_fsdp.wrap as ours
 
 assert fsdp is theirs is torch_xla.distributed.fsdp
-assert Direct is XlaFullyShardedDataParallel is xla_fsdp.XlaFullyShardedDataParallel
+assert Direct is XlaFullyShardedDataParallel
+assert issubclass(Direct, xla_fsdp.XlaFullyShardedDataParallel)
 assert checkpoint_module is xla_fsdp.checkpoint_module is theirs.utils.checkpoint_module
 merge = xla_fsdp.compat.merge.consolidate_sharded_model_checkpoints
 assert consolidate_sharded_model_checkpoints is merge
@@ -86,7 +91,7 @@ def test_a_script_for_torch_xla_runs_unchanged(
     done = run_python(*launch, *script, *options)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
-    assert found["home"] == "xla_fsdp.fsdp.wrapper"
+    assert found["home"] == "xla_fsdp.fsdp.torch_xla_wrapper"
     assert (found["ranks"], found["times run"]) == (2, "x")
     assert found["apart"] < close
     assert len(found["losses"]) == 6
@@ -98,3 +103,41 @@ def test_a_script_for_torch_xla_runs_unchanged(
 def test_every_name_is_ours_also_after_torch_xlas_was_imported() -> None:
     done = run_python("-c", NAMES)
     assert done.stdout.strip() == "all there", done.stderr
+
+
+def wrapped_for_torch_xla(rank: int) -> dict[str, Any]:
+    from xla_fsdp import XlaFullyShardedDataParallel
+    from xla_fsdp.fsdp.torch_xla_wrapper import XlaFullyShardedDataParallel as Theirs
+    from xla_fsdp.wrap import always_wrap_policy
+
+    def model() -> nn.Sequential:
+        blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+        for block in blocks[:2]:
+            block.register_buffer("table", torch.full((2,), 1 / 3))
+        return blocks
+
+    bf16 = {"compute_dtype": torch.bfloat16}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        cast = Theirs(model(), auto_wrap_policy=always_wrap_policy, **bf16)
+    return {
+        "dtypes": {name: str(buffer.dtype) for name, buffer in cast.named_buffers()},
+        "stored": cast.get_shard_metadata()["buffers"],
+        "isinstance": isinstance(XlaFullyShardedDataParallel(nn.Linear(2, 2)), Theirs),
+        "other": isinstance(nn.Linear(2, 2), Theirs),
+        "warnings": [str(each.message) for each in found],
+    }
+
+
+def test_buffers_are_cast_for_good_under_torch_xlas_name_with_one_warning() -> None:
+    ranks = run_on_ranks(wrapped_for_torch_xla, 2)
+    for found in ranks:
+        assert {name: dtype for name, dtype in found["dtypes"].items() if "2." not in name} == {
+            "0.table": "torch.bfloat16",
+            "1.table": "torch.bfloat16",
+        }
+        assert found["dtypes"]["2.running_mean"] == "torch.float32"
+        assert found["stored"] == {"0.table": "float32", "1.table": "float32"}
+        assert (found["isinstance"], found["other"]) == (True, False)
+    [told] = [text for found in ranks for text in found["warnings"] if "for good" in text]
+    assert "buffer table is cast from torch.float32 to torch.bfloat16 for good" in told

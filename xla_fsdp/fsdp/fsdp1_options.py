@@ -159,7 +159,7 @@ def _precision(given: MixedPrecision | None) -> dict[str, Any]:
         "compute_dtype": given.param_dtype,
         "buffer_dtype": given.buffer_dtype,
         "reduce_dtype": given.reduce_dtype,
-        "cast_buffers": False,
+        "cast_buffers": False,  # also under xla_fsdp.compat
         "cast_forward_inputs": given.cast_forward_inputs,
         "cast_root_forward_inputs": given.cast_root_forward_inputs,
     }

@@ -134,7 +134,6 @@ def _config(mesh: Any, reshard: bool | int | None, policy: Any) -> FSDPConfig:
         output_dtype=policy.output_dtype,
         cast_forward_inputs=policy.cast_forward_inputs,
         cast_root_forward_inputs=policy.cast_forward_inputs,
-        cast_buffers=False,
         shard_param_on_dim_0=True,
         mesh=None if mesh is None else as_fsdp_mesh(mesh),
     )

@@ -245,9 +245,9 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         compute_dtype: dtype in which parameters are gathered and used, and gradients are computed
             and reduced, and to which floating-point inputs are cast; None for each parameter's own.
             Shards and their gradients have the parameter's own dtype in any case.
-        buffer_dtype: dtype of floating-point buffers; None means ``compute_dtype``, except for
-            running statistics (BatchNorm), whose dtype is not changed then. A layer with such
-            statistics computes in their dtype.
+        buffer_dtype: dtype to which floating-point buffers are cast for each forward; None for no
+            cast. What is stored keeps its own dtype. Running statistics (BatchNorm) are not cast,
+            and a layer that has them computes in their dtype.
         fp32_reduce_scatter: reduce gradients in fp32 whatever the compute dtype.
         sharding_groups: replica groups to shard over (default: one group of all ranks).
         sharding_rank: the caller's position in its group.
@@ -282,6 +282,8 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         ValueError: if the module is wrapped already or has no forward, options contradict, the
             mesh is not one of this job's ranks, or blocks cannot be scanned.
     """
+
+    _casts_buffers = False  # for good, as torch_xla's own
 
     def __init__(
         self,
@@ -335,6 +337,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
             pin_layout_in_collective_ops=pin_layout_in_collective_ops,
             reduce_scatter_bucket_size_mb=reduce_scatter_bucket_size_mb,
             coalesce_all_gather_ops=coalesce_all_gather_ops,
+            cast_buffers=self._casts_buffers,
         )
         fsdp1 = TorchOptions(**torch_options)
         given = {**config.as_keywords(), **torch_options}
@@ -360,7 +363,8 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
                     "mixed_precision": fsdp1.mixed_precision,
                     "sync_module_states": fsdp1.sync_module_states or None,
                 }
-                wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
+                own = type(self) if self._casts_buffers else XlaFullyShardedDataParallel
+                wrapper = auto_wrapper_callable or own
                 options = _without_none({"mesh": config.mesh, **others})
                 options = {**config.as_keywords(), **options}
                 _wrap_inside(module, auto_wrap_policy, wrapper, ignored, options, given | others)

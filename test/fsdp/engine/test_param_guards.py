@@ -562,3 +562,74 @@ def copies(rank: int) -> list[bool]:
 
 def test_a_model_is_copied_while_its_parameters_are_held() -> None:
     assert result("copies") == [True, True, True]
+
+
+# ---------------------------------------------------------------- outside of forwards
+
+
+class Scaled(nn.Module):
+    """A block, and a scale that a loss function reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x)
+
+
+AMONG_ACTIVATIONS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "scale": lambda model, out: out * model.scale,
+    "of a result": lambda model, out: model.scale.exp() * out,
+    "of a view": lambda model, out: out + model.scale.view(1, -1),
+    "loss": lambda model, out: out.sum() * model.scale,
+    "no gradients": lambda model, out: out.detach() - model.scale,
+    "lookup": lambda model, out: model.lin.weight[torch.tensor([0], device=out.device)],
+}
+
+ALONE: dict[str, Callable[[Any, Tensor], Any]] = {
+    "penalty": lambda model, out: out.sum() + 0.1 * model.lin.weight.square().sum(),
+    "of several": lambda model, out: sum(p.abs().sum() for p in model.parameters()),
+    "from a start": lambda model, out: (model.lin.weight - model.lin.weight.detach()).abs().sum(),
+    "number": lambda model, out: (model.scale * torch.tensor(2.0, device=out.device)).sum(),
+    "averages": lambda model, out: torch._foreach_lerp(
+        [p.detach().clone() for p in model.parameters()], list(model.parameters()), 0.5
+    ),
+}
+
+
+@scenarios.add
+def among_activations(rank: int) -> dict[str, Any]:
+    from xla_fsdp import XlaFullyShardedDataParallel, fully_shard
+
+    found: dict[str, Any] = {}
+    for how, shard in {
+        "wrapper": XlaFullyShardedDataParallel,
+        "rows": partial(XlaFullyShardedDataParallel, shard_param_on_dim_0=True),
+        "in place": fully_shard,
+    }.items():
+        model = shard(make(Scaled))
+        out = model(rows())
+        for name, use in (AMONG_ACTIVATIONS | ALONE).items():
+            found[f"{how}, {name}"] = message(partial(use, model, out))
+        found[f"{how}, dims"] = [(p.dim(), p.ndim, p.ndimension()) for p in model.parameters()]
+    return found
+
+
+def test_outside_of_forwards_a_shard_computes_with_shards_and_numbers_only() -> None:
+    found = result("among_activations")
+    for how in ("wrapper", "rows", "in place"):
+        for name in AMONG_ACTIVATIONS:
+            assert "outside of the forward of its FSDP unit" in found[f"{how}, {name}"], name
+            shard = "lin.weight" if name == "lookup" else "scale"
+            assert f"the shard of {shard} was used" in found[f"{how}, {name}"]
+        for name in ALONE:
+            assert found[f"{how}, {name}"] == "nothing was raised", name
+
+
+def test_a_shard_has_as_many_dims_as_its_parameter() -> None:
+    for how in ("wrapper", "rows", "in place"):
+        by_shape = sorted(dims for dims, *_ in result("among_activations")[f"{how}, dims"])
+        assert by_shape == [0, 1, 2]
+        assert all(a == b == c for a, b, c in result("among_activations")[f"{how}, dims"])

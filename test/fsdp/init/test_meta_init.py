@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import resource
 import tempfile
 from pathlib import Path
@@ -341,3 +343,41 @@ def test_two_billion_parameters_as_one_of_64_ranks(how: str) -> None:
     assert found["elements"] == BLOCKS * unit // 4 // RANKS >= 2_000_000_000 // RANKS
     # All shards and one full unit; the allocator adds what lies free between the shards.
     assert found["peak"] < 2 * shards + unit + unit // 8
+
+
+# ---------------------------------------------------------------- values that are pending
+
+
+@scenario
+def looked_at(rank: int) -> dict[str, list[float]]:
+    """The parameter that was initialized last, by every way to look at its shard."""
+    import torch_xla
+
+    from xla_fsdp import fully_shard
+
+    def model() -> nn.Sequential:
+        with torch.device("meta"):
+            made = nn.Sequential(fully_shard(nn.Linear(4, 8)))
+        fully_shard(made).to_empty(device=torch_xla.device())
+        made[0].bias.detach().fill_(1337)
+        nn.init.constant_(made[0].weight, 0.5)
+        nn.init.constant_(made[0].bias, 0.25)
+        return made
+
+    looks = {
+        "to_local": lambda made: made[0].bias.to_local(),
+        "full_tensor": lambda made: made[0].bias.full_tensor(),
+        "pickle": lambda made: pickle.loads(pickle.dumps(made[0].bias)),
+        "deepcopy": lambda made: copy.deepcopy(made[0].bias),
+        "a copied model": lambda made: copy.deepcopy(made)[0].bias,
+        "state_dict": lambda made: made.state_dict()["0.bias"],
+        "full_state_dict": lambda made: full(made)["0.bias"],
+    }
+    return {name: look(model()).detach().tolist() for name, look in looks.items()}
+
+
+def test_whoever_looks_at_a_shard_sees_the_values_it_was_given_last() -> None:
+    for rank in range(2):
+        for name, values in result("looked_at", rank).items():
+            length = 8 if name.startswith("full") else 4
+            assert values == [0.25] * length, name

@@ -991,6 +991,96 @@ def test_shared_buffers_stay_shared() -> None:
     assert result("shared_buffers")
 
 
+class Buffers(nn.Module):
+    """A unit inside another, whose forward changes two of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.tensor([1 / 3, 1 / 7, 0.1]))
+        self.register_buffer("hidden", torch.tensor([1 / 3, 1 / 7, 0.1]), persistent=False)
+        self.register_buffer("wide", torch.tensor([1 / 3], dtype=torch.float64))
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("newest", torch.zeros(3))
+        self.register_buffer("steps", torch.tensor(7))
+        self.seen: dict[str, str] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = {name: str(buffer.dtype) for name, buffer in self.named_buffers()}
+        self.average += 0.5
+        self.newest = self.average * 2
+        self.steps += 1
+        return self.norm(self.layer(x)) * self.table
+
+    def scaled(self) -> str:
+        return str((self.table * 2).dtype)
+
+
+@scenario
+def buffers_of_a_forward(rank: int) -> dict[str, Any]:
+    from xla_fsdp import checkpoint_module, full_state_dict
+    from xla_fsdp import register_fsdp_forward_method as register
+
+    found: dict[str, Any] = {}
+    for how, options in {
+        "default": {},
+        "buffer_dtype": {"buffer_dtype": torch.bfloat16},
+        "remat": {"buffer_dtype": torch.bfloat16},
+    }.items():
+        inner = make(Buffers)
+        own = dict(inner.named_buffers())
+        unit = fsdp(
+            checkpoint_module(inner) if how == "remat" else inner,
+            compute_dtype=torch.bfloat16,
+            **options,
+        )
+        register(unit, "scaled")
+        model = fsdp(nn.Sequential(unit), compute_dtype=torch.bfloat16, **options)
+        before = dict(inner.named_buffers())
+        model(rows()).sum().backward()
+        after, state = dict(inner.named_buffers()), full_state_dict(model)
+        with contextlib.suppress(ZeroDivisionError):
+            inner.layer.register_forward_hook(lambda *_: 1 / 0)
+            model(rows())
+        found[how] = {
+            "seen": inner.seen,
+            "same": sorted(name for name in before if before[name] is after[name]),
+            "dtypes": {name: str(each.dtype) for name, each in inner.named_buffers()},
+            "state": {name: state[f"0.{name}"] for name in own if name != "hidden"},
+            "table": torch.equal(inner.table.cpu(), own["table"]),
+            "method": unit.scaled(),
+            "metadata": model.get_shard_metadata()["buffers"],
+        }
+    return found
+
+
+def test_buffers_keep_their_dtype_and_are_cast_for_a_forward_only() -> None:
+    float32, low = "torch.float32", "torch.bfloat16"
+    own = {"table": float32, "hidden": float32, "wide": "torch.float64", "average": float32}
+    own |= {"newest": float32, "steps": "torch.int64", "norm.running_mean": float32}
+    own |= {"norm.running_var": float32, "norm.num_batches_tracked": "torch.int64"}
+    found = result("buffers_of_a_forward")
+    floats = ("table", "hidden", "wide", "average", "newest")
+    seen = {"default": own, "buffer_dtype": own | dict.fromkeys(floats, low)}
+    seen["remat"] = seen["buffer_dtype"]
+    for how, each in found.items():
+        assert each["seen"] == seen[how]
+        assert each["dtypes"] == own
+        assert each["same"] == sorted(set(own) - {"newest"})
+        assert {name: str(t.dtype) for name, t in each["state"].items()} == {
+            name: dtype for name, dtype in own.items() if name != "hidden"
+        }
+        assert each["state"]["table"].equal(torch.tensor([1 / 3, 1 / 7, 0.1]))
+        assert each["state"]["wide"].item() == 1 / 3
+        assert each["state"]["average"].tolist() == [0.5] * 3
+        assert each["state"]["newest"].tolist() == [1.0] * 3
+        assert each["state"]["steps"] == 8
+        assert each["table"]
+        assert each["metadata"] == {}
+        assert each["method"] == (float32 if how == "default" else low)
+
+
 @scenario
 def halved(rank: int) -> str:
     model = fsdp(make()).bfloat16()

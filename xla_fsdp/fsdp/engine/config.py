@@ -46,7 +46,9 @@ class FSDPConfig(UpstreamOptions):
         mesh: of one axis, to shard over, or of two: replicas and shards.
         reduce_dtype: of the reduction of gradients; None for the dtype they are computed in.
         output_dtype: to which floating-point outputs are cast; None for no cast.
-        cast_buffers: cast buffers to the compute dtype if there is no buffer dtype.
+        cast_buffers: cast buffers for good, as torch_xla's FSDP does: to the buffer dtype, or to
+            the compute dtype if there is none. Otherwise they are cast to the buffer dtype for a
+            forward, and stored in their own.
         cast_forward_inputs: cast inputs of units inside others to the compute dtype.
         cast_root_forward_inputs: cast inputs of the outermost unit to the compute dtype.
 
@@ -58,7 +60,7 @@ class FSDPConfig(UpstreamOptions):
     mesh: Mesh | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    cast_buffers: bool = True
+    cast_buffers: bool = False
     cast_forward_inputs: bool = True
     cast_root_forward_inputs: bool = True
 

@@ -20,6 +20,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.higher_order import in_transform
+from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param import drop_names
@@ -45,7 +46,8 @@ class ModuleState:
         unit: runs the module's forward.
         communication: collectives among the ranks that share the unit's parameters.
         part: number of the module among those of the unit.
-        cast_buffers: original dtype, by name, of the buffers that were cast.
+        cast_buffers: original dtype, by name, of the buffers that were cast for good.
+        forward_buffers: casts buffers for each forward.
         loading: converts state dicts to shards.
         forward_override: runs the module's forward in place of the unit.
     """
@@ -56,6 +58,12 @@ class ModuleState:
     cast_buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
     loading: StateLoading = field(default_factory=StateLoading)
     forward_override: ForwardOverride | None = None
+    forward_buffers: CastBuffers | None = None
+
+    def with_buffers(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``forward`` as it runs in the unit: with buffers in the buffer dtype."""
+        buffers = self.forward_buffers
+        return forward if buffers is None else partial(buffers.run, forward)
 
 
 class FSDPModuleBase:
@@ -73,14 +81,16 @@ class FSDPModuleBase:
         if forward_override is not None and not in_transform():  # they know no loops
             refuse_dynamo()
             with in_forward(False):
+                forward = self._fsdp_module_state.with_buffers(forward)
                 return forward_override.run(self._fsdp_unit, forward, args, kwargs)
         return self._fsdp_run_alone(forward, args, kwargs)
 
     def _fsdp_run_alone(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run ``method`` without the ``ForwardOverride``, which only replaces ``forward``."""
         refuse_dynamo()
+        state = self._fsdp_module_state
         with in_forward(False):
-            return self._fsdp_unit.run(method, args, kwargs, part=self._fsdp_module_state.part)
+            return state.unit.run(state.with_buffers(method), args, kwargs, part=state.part)
 
     def _fsdp_units(self) -> list[FSDPState]:
         return units_in(self._fsdp_module())
@@ -226,6 +236,8 @@ def _show_shards(module: nn.Module, *_: Any) -> None:
     unit = cast(FSDPModuleLike, module)._fsdp_unit
     unit.context.abandon()
     unit.reshard()
+    for param in unit.group.params:
+        param.settle()
 
 
 def _translate(module: nn.Module, *load: Any) -> None:

@@ -40,6 +40,7 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param_guards import (
     GuardedShard,
     Reads,
+    asks_for_dims,
     in_forward,
     mixes_elements,
     name_of,
@@ -429,6 +430,16 @@ class FSDPParam:
         return self._home is not None
 
     @property
+    def leaf_dims(self) -> int:
+        """Number of dims that the leaf has for code outside of forwards and steps: the original's,
+        by which groups of optimizers are made; that of the data where several are joined."""
+        return len(self.originals[0].shape) if len(self.originals) == 1 else 1
+
+    def is_whole(self, shard: Tensor) -> bool:
+        """Return whether ``shard``, or what is computed from it, is of the whole parameter."""
+        return self.packing.layout.num_shards == 1 and shard.shape == self.originals[0].whole_shape
+
+    @property
     def by_rows(self) -> bool:
         """Whether the shard has the shape of whole rows."""
         return len(self.shard_shape) > 1
@@ -794,10 +805,23 @@ class ShardView:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a torch function that was called with shards outside of forwards, unless its result
-        on several shards is not that on the full parameter."""
-        if name := mixes_elements(func, args):
-            _refuse_mixed(name, tensors_in((args, kwargs)))
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        on several shards is not that on the full parameter.
+
+        What is computed from a shard with gradients is a shard, too, unless it is one number.
+        """
+        kwargs = kwargs or {}
+        if asks_for_dims(func) and isinstance(args[0], ShardParameter):
+            known = known_shard(args[0])
+            if known is not None:
+                return known.leaf_dims
+        reads = read_by(func, args, ShardView)
+        if reads is Reads.VALUES:
+            tensors = tensors_in((args, kwargs))
+            if name := mixes_elements(func, args):
+                _refuse_mixed(name, tensors)
+            _refuse_others(func, tensors)
+        result = torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        return _marked(result, tensors) if reads is Reads.VALUES else result
 
     @property
     def device_mesh(self) -> Mesh:
@@ -863,7 +887,7 @@ class ShardParameter(ShardView, nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle with the class and attributes, which ``nn.Parameter`` drops."""
         kind = ShardParameter if isinstance(self, UninitializedShard) else type(self)
-        return _restored_shard, (kind, self.detach(), self.requires_grad, vars(self))
+        return _restored_shard, (kind, _as_tensor(self), self.requires_grad, vars(self))
 
 
 def gather_like(shard: Any, value: Tensor) -> Tensor:
@@ -954,6 +978,9 @@ def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
 
 
 def _as_tensor(shard: Any) -> Tensor:
+    """Return the shard as a common tensor: what every way to look at a leaf goes through."""
+    if id(shard) in _opened.shards:
+        _close(shard)
     with torch._C.DisableTorchFunctionSubclass():
         return shard.detach().as_subclass(Tensor)
 
@@ -997,6 +1024,50 @@ def _refuse_mixed(name: str, tensors: Iterable[Tensor]) -> None:
                 f"method registered by register_fsdp_forward_method. Initialize parameters before "
                 f"sharding, or on the meta device. This rank's part is to_local() of the shard"
             )
+
+
+def _refuse_others(func: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise RuntimeError unless a shard computes with shards, numbers, and tensors of its own
+    shape."""
+    with torch._C.DisableTorchFunctionSubclass():
+        shards = [each for each in tensors if isinstance(each, ShardView)]
+        shapes = {each.shape for each in shards}
+        others = [
+            each
+            for each in tensors
+            if not isinstance(each, ShardView)
+            and each.shape not in shapes
+            and (each.dim() > 0 or each.requires_grad)
+        ]
+        found = [(each, _param_behind(each)) for each in shards] if others else []
+        parts = [param for each, param in found if param is not None and not param.is_whole(each)]
+    if parts:
+        raise RuntimeError(
+            f"the shard of {_names_of(parts[0])} was used (by {name_of(func)}) with a tensor of "
+            f"shape {tuple(others[0].shape)} outside of the forward of its FSDP unit. Each rank "
+            f"holds another part of the parameter: outside, a shard computes with other shards, "
+            f"numbers without gradients and tensors of its own shape, as penalties and moving "
+            f"averages do. Let the unit compute with it, in its forward or in a method registered "
+            f"by register_fsdp_forward_method; or, where no gradient is needed, read it inside "
+            f"summon_full_params"
+        )
+
+
+def _marked(result: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return a result of shards outside of forwards, as shards where it has gradients."""
+    first = next(each for each in tensors if isinstance(each, ShardView))
+    param = _param_behind(first)
+    if param is None or not torch.is_grad_enabled():
+        return result
+    with torch._C.DisableTorchFunctionSubclass():
+        if param.is_whole(first):
+            return result
+        for each in tensors_in(result):
+            if type(each) is Tensor and each.requires_grad and each.dim():
+                view: Any = each
+                view.__class__ = ShardTensor
+                view.stands_for = getattr(first, "stands_for", first)
+    return result
 
 
 def refuse_shards(tensors: Iterable[Tensor], use: str) -> None:
@@ -1060,6 +1131,10 @@ class UninitializedShard(ShardParameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _call_unsharded(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        self.settle()
+        return nn.Parameter.__deepcopy__(self, memo)
 
     def settle(self) -> None:
         """Become a ``ShardParameter``, as the values are complete."""

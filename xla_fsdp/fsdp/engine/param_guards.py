@@ -112,6 +112,14 @@ _MIXING = frozenset(
     }
 )  # fmt: skip
 
+_DIMS = (Tensor.dim, Tensor.ndimension, Tensor.ndim.__get__)  # type: ignore[attr-defined]
+
+
+def asks_for_dims(func: Any) -> bool:
+    """Return whether ``func`` is a method or property that returns the number of dims."""
+    return func in _DIMS
+
+
 _MIXING_ALONE = frozenset({"max", "min"})  # of two tensors they are elementwise
 
 

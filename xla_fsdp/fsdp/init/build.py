@@ -7,6 +7,7 @@ units. Parameters that are not of floating point are not sharded.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, shard_multiple
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine import guards
+from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
 from xla_fsdp.fsdp.engine.module_state import ModuleState
 from xla_fsdp.fsdp.engine.param import (
@@ -133,6 +135,7 @@ def build_unit(
             part,
             {} if part else cast_buffers,
             forward_override=forward_override,
+            forward_buffers=_forward_buffers(managed, config),
         )
         for part in range(len(roots))
     ]
@@ -239,11 +242,12 @@ def _warn_about_lost(params: Sequence[tuple[Tensor, OriginalParam]]) -> None:
 def move_buffers(
     managed: ManagedModules, config: FSDPConfig, device: torch.device
 ) -> dict[str, torch.dtype]:
-    """Move buffers to ``device``; cast floating-point ones to the buffer dtype.
+    """Move buffers to ``device``; with ``cast_buffers``, cast those of floating point.
 
     Layers with running statistics, such as BatchNorm, compute in the dtype of the statistics, as
-    XLA's verifier refuses torch_xla's BatchNorm with inputs of two dtypes. Without a
-    ``buffer_dtype`` statistics are not cast: 16 bits are too few for an average over many steps.
+    XLA's verifier refuses torch_xla's BatchNorm with inputs of two dtypes. Statistics are cast by
+    ``cast_buffers`` with a ``buffer_dtype`` only: 16 bits are too few for an average over many
+    steps.
 
     Returns:
         The original dtype of every buffer that was cast, by dotted name.
@@ -255,9 +259,9 @@ def move_buffers(
         if config.compute_dtype not in (None, statistics) and statistics is not None:
             owner.register_forward_pre_hook(partial(_cast_input, statistics), with_kwargs=True)
             owner.register_forward_hook(partial(_cast_output, config.compute_dtype))
-        wanted = statistics or config.buffer_dtype
+        wanted = statistics
         if wanted is None and config.cast_buffers:
-            wanted = config.compute_dtype
+            wanted = config.buffer_dtype or config.compute_dtype
         for name, buffer in owner._buffers.items():
             if buffer is None or buffer.is_meta:  # the user gives meta buffers memory later
                 continue
@@ -266,13 +270,39 @@ def move_buffers(
                 originals[join_name(prefix, name)] = buffer.dtype
             new = moved.setdefault((id(buffer), dtype), buffer.to(device=device, dtype=dtype))
             owner._buffers[name] = new
+    if originals and config.buffer_dtype is None:
+        _warn_about_cast(*next(iter(originals.items())), config.compute_dtype)
     return originals
+
+
+_told_of_cast = threading.Event()  # once for all ranks and units of the process
+
+
+def _warn_about_cast(name: str, own: torch.dtype, dtype: torch.dtype | None) -> None:
+    if not _told_of_cast.is_set():
+        _told_of_cast.set()
+        warn_caller(
+            f"buffer {name} is cast from {own} to {dtype} for good, and so are others, as "
+            f"torch_xla's FSDP does without a buffer_dtype: {dtype} has too few bits for rotary "
+            f"frequencies, say. buffer_dtype={own} keeps it, and so does "
+            f"xla_fsdp.XlaFullyShardedDataParallel"
+        )
+
+
+def _forward_buffers(managed: ManagedModules, config: FSDPConfig) -> CastBuffers | None:
+    """Return what casts buffers for each forward; None if nothing does."""
+    if config.buffer_dtype is None or config.cast_buffers:
+        return None
+    owners = [each for _, each in managed.modules() if _statistics_dtype(each, config) is None]
+    holders = [each for each in owners if each._buffers]
+    return CastBuffers(holders, config.buffer_dtype) if holders else None
 
 
 def _statistics_dtype(module: nn.Module, config: FSDPConfig) -> torch.dtype | None:
     """Return the dtype in which a layer with running statistics computes; None for others."""
     if isinstance(module, _NormBase) and module.running_mean is not None:
-        return config.buffer_dtype or module.running_mean.dtype
+        cast = config.buffer_dtype if config.cast_buffers else None
+        return cast or module.running_mean.dtype
     return None
 
 

@@ -25,7 +25,7 @@ RAISE_AGAIN = {
     "fsdp/engine/activation_checkpoint.py _recompute",
     "fsdp/engine/inputs.py call",
     "fsdp/engine/state.py _compute",
-    "fsdp/replay/step.py run",
+    "fsdp/replay/trace.py run",
     "preflight/trials.py run",
 }
 # The error ends there, or becomes another one; a comment at each says why it can be any.

@@ -247,6 +247,7 @@ def precision(rank: int) -> dict[str, Any]:
         out.float().sum().backward()
         shards = list(model.parameters())
         program = Program(lowered_hlo([shard.grad for shard in shards]))
+        torch_xla.sync()  # or the next program would begin with this one's collectives
         return {
             "input": seen[0],
             "output": out.dtype,

@@ -408,7 +408,7 @@ def test_mixtures_compute_their_experts_in_a_way_that_xla_knows() -> None:
 def masked(rank: int) -> tuple[float, int]:
     model, _, done = shard(bert, recipe="fast")
     mask = (ids() % 6 > 2).long()
-    step = done.compile(lambda ids: model(ids, attention_mask=mask, labels=ids).loss)
+    step = done.compile(lambda ids: model(ids, attention_mask=mask, labels=ids).loss, [mask])
     return [step(ids()) for _ in range(4)][-1].item(), step.replays
 
 

@@ -160,9 +160,15 @@ class _Filled:
         if key not in self._made:
             # Not torch.zeros, which would write to the pages.
             pages = torch.from_numpy(np.zeros(value.nbytes, np.uint8))
-            made = pages.view(value.dtype).view(value.shape) if value.nbytes else value
+            made = (
+                pages.view(value.dtype).view(value.shape) if value.nbytes else _nothing_like(value)
+            )
             self._made[key] = made.fill_(number) if number else made
         return self._made[key]
+
+
+def _nothing_like(value: Tensor) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype)
 
 
 class MakesState:

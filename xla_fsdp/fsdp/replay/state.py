@@ -223,6 +223,22 @@ class State:
                 found.setdefault(slot.where, (label, slot))
         return found
 
+    def host_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors of the host that modules and other objects hold, with labels."""
+        own = [
+            (f"{label}.{n}", t) for m, label in self.labels.items() for n, t in m._buffers.items()
+        ]
+        inside = [
+            (f"{label}{_shown_way(way)}", inner)
+            for label, value in self._objects
+            for way, inner in _tensors_and_parts(value)
+        ]
+        return [
+            (label, each)
+            for label, each in own + inside
+            if isinstance(each, Tensor) and each.device.type == "cpu" and not each.is_inference()
+        ]
+
     def _places(self) -> Iterator[tuple[str, Slot]]:
         for module, label in self.labels.items():
             for mapping in (module._parameters, module._buffers, vars(module)):

@@ -326,7 +326,8 @@ class _RankStep:
                 kind = leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device, same_as
                 kinds.append(TensorKind(*kind))
             elif isinstance(leaf, PLAIN):
-                kinds.append((type(leaf), leaf))
+                # By its text, in which zeros differ by their sign, and NaN is itself.
+                kinds.append((type(leaf), repr(leaf)))
             elif isinstance(leaf, nn.Module | torch.optim.Optimizer) or callable(leaf):
                 self._objects[id(leaf)] = leaf  # or another object might get its id
                 kinds.append(("object", id(leaf)))

@@ -27,7 +27,7 @@ from xla_fsdp.fsdp.replay.program import (
 )
 from xla_fsdp.fsdp.replay.seen import Seen, watching
 from xla_fsdp.fsdp.replay.slots import Slot
-from xla_fsdp.fsdp.replay.state import State
+from xla_fsdp.fsdp.replay.state import PLAIN, State
 
 MOST_ORDERS = 8  # of results, that are tried
 _FIRST = operator.itemgetter(0)
@@ -48,6 +48,7 @@ class Trace:
         host.settle()
         self._slots = state.slots()
         self._before: dict[Any, Any] = {w: slot.get() for w, (_, slot) in self._slots.items()}
+        self._on_host = [(label, tensor, tensor._version) for label, tensor in state.host_tensors()]
         held = [*self._own(leaves), *self._before.values()]
         ops.compute(held)
         programs.unshare(held)
@@ -217,6 +218,7 @@ class Trace:
             for buffer, (_, tensor) in self._buffers.items()
             if id(tensor) in pending and buffer not in kept
         }
+        self.problem = self.problem or self._find_moved(after, pending) or self._find_on_host()
         inputs = _sort_like_donors(groups, donors)
         donated = [number for number, buffer in enumerate(inputs.buffers) if buffer in donors]
         constants = {*programs.buffers_of(self._own(self._state.constants))}
@@ -229,6 +231,24 @@ class Trace:
         now = ops.get_rng_state(self._device)
         draws = programs.draws_until(self._seed, now, programs.next_seed)
         return ("constant", now) if draws is None else ("draws", draws)
+
+    def _find_moved(self, after: dict[Any, tuple[str, Slot]], pending: set[int]) -> str:
+        """Say which place got a tensor that the step has not computed, as a replay would not put
+        it there."""
+        for where, (label, slot) in after.items():
+            before, now = self._before.get(where), slot.get()
+            if before is not None and now is not before and id(now) not in pending:
+                return (
+                    f"the step puts a tensor into {label} that it has not computed; copy it there"
+                )
+        return ""
+
+    def _find_on_host(self) -> str:
+        """Say which tensor of the host, in the state, the step has changed."""
+        for label, tensor, version in self._on_host:
+            if tensor._version != version:
+                return f"the step changes {label}, a tensor of the host"
+        return ""
 
     def _run_program(self, traced: Traced) -> list[Any]:
         program = self._program(traced, b"")
@@ -450,6 +470,11 @@ class _Builder:
 
     def _returned(self, leaf: Any, numbers: dict[int, int]) -> tuple[Any, ...]:
         if not isinstance(leaf, Tensor):
+            if not isinstance(plain(leaf), PLAIN):
+                self.problem = self.problem or (
+                    f"the step returns a {type(leaf).__name__}; return tensors and plain values, in "
+                    f"containers that torch.utils._pytree knows"
+                )
             return ("plain", plain(leaf))
         if id(leaf) in numbers:
             return ("result", numbers[id(leaf)])

@@ -1191,7 +1191,8 @@ def run(case: Case, *, compiled: bool) -> Outcome:
 
 
 def verdict(seed: int) -> tuple[str, str, int]:
-    """Return "equal", "refused" or "fault", with the case and what was found, and the replays."""
+    """Return "equal", "refused", "needless" (refused, though the rule promises that it is followed) or
+    "fault", with the case and what was found, and the replays."""
     case = drawn(seed)
     try:
         plain = run(case, compiled=False)
@@ -1200,7 +1201,7 @@ def verdict(seed: int) -> tuple[str, str, int]:
     try:
         compiled = run(case, compiled=True)
     except CompileStepError as error:
-        kind = "fault" if plain.follows else "refused"
+        kind = "needless" if plain.follows else "refused"
         return kind, f"{case}: {error}", 0
     except Exception as error:  # any other class is what the test looks for
         return "fault", f"{case}: {_text(error)}", 0
@@ -1230,6 +1231,7 @@ def verdicts(rank: int, seeds: list[int]) -> dict[str, Any]:
 
     counts: Counter[str] = Counter()
     faults: list[str] = []
+    needless: list[str] = []
     kinds: Counter[str] = Counter()
     replays = 0
     for seed in seeds:
@@ -1242,6 +1244,14 @@ def verdicts(rank: int, seeds: list[int]) -> dict[str, Any]:
         kinds[f"{found}: {case.place if case.turn is Turn else case.turn.__name__}"] += 1
         if found == "fault":
             faults.append(text)
+        if found == "needless":
+            needless.append(text)
         if seed % 16 == 0:
             gc.collect()
-    return {"counts": dict(counts), "kinds": dict(kinds), "faults": faults, "replays": replays}
+    return {
+        "counts": dict(counts),
+        "kinds": dict(kinds),
+        "faults": faults,
+        "needless": needless,
+        "replays": replays,
+    }

@@ -1191,8 +1191,11 @@ def run(case: Case, *, compiled: bool) -> Outcome:
 
 
 def verdict(seed: int) -> tuple[str, str, int]:
-    """Return "equal", "refused", "needless" (refused, though the rule promises that it is followed) or
-    "fault", with the case and what was found, and the replays."""
+    """Return the verdict, the case with what was found, and the number of replays.
+
+    It is "equal", "refused", "needless" (refused, though the rule promises that it is followed), or
+    "fault".
+    """
     case = drawn(seed)
     try:
         plain = run(case, compiled=False)

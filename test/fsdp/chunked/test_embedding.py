@@ -907,9 +907,7 @@ def refused(rank: int) -> dict[str, str]:
 
 def test_what_would_go_wrong_is_refused() -> None:
     found = result("refused")
-    assert found["host"] == (
-        "ValueError: StreamedEmbedding: the input is in host memory; move it to the XLA device"
-    )
+    assert found["host"] == "nothing was raised"  # an outermost unit moves its inputs
     assert "TypeError: the input of StreamedEmbedding is torch.float32; give" in found["dtype"]
     assert "inside summon_full_params" in found["summoned"]
     assert "ValueError: the embedding's table has shape (19, 11), not (37, 11)" in found["sharded"]

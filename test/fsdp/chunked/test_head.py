@@ -652,7 +652,7 @@ def refused(rank: int) -> dict[str, str]:
 
 def test_what_would_go_wrong_is_refused() -> None:
     found = result("refused")
-    assert "the input is in host memory; move it to the XLA device; the target is" in found["host"]
+    assert found["host"] == "nothing was raised"  # an outermost unit moves its inputs
     assert (
         "the input is torch.bfloat16, and the weight is gathered as torch.float32" in found["dtype"]
     )

@@ -111,13 +111,14 @@ def _states(
     if isinstance(optimizer, optim.SGD):
         if not group["momentum"] or group["dampening"]:
             return [{} for _ in params]  # its first momentum is the gradient, not a part of it
-        return [{"momentum_buffer": torch.empty_like(each, device="meta")} for each in params]
+        return [{"momentum_buffer": _on_meta(each)} for each in params]
     stand_ins = [nn.Parameter(_on_meta(param)) for param in params]
     return _made(optimizer, group, stand_ins)
 
 
 def _on_meta(param: Tensor) -> Tensor:
-    return torch.empty(param.shape, dtype=param.dtype, device="meta")
+    with torch._C.DisableTorchFunctionSubclass():  # in a forward a shard answers for all of it
+        return torch.empty(param.shape, dtype=param.dtype, device="meta")
 
 
 def _made(
@@ -158,17 +159,12 @@ class _Filled:
         """Return a tensor of the shape and dtype of ``value``."""
         key = (value.shape, value.dtype, number)
         if key not in self._made:
-            # Not torch.zeros, which would write to the pages.
-            pages = torch.from_numpy(np.zeros(value.nbytes, np.uint8))
-            made = (
-                pages.view(value.dtype).view(value.shape) if value.nbytes else _nothing_like(value)
-            )
+            made = torch.empty(0 if value.nbytes else value.shape, dtype=value.dtype)
+            if value.nbytes:  # not torch.zeros, which would write to the pages
+                pages = torch.from_numpy(np.zeros(value.nbytes, np.uint8))
+                made = pages.view(value.dtype).view(value.shape)
             self._made[key] = made.fill_(number) if number else made
         return self._made[key]
-
-
-def _nothing_like(value: Tensor) -> Tensor:
-    return torch.empty(value.shape, dtype=value.dtype)
 
 
 class MakesState:

@@ -472,8 +472,8 @@ class _Builder:
         if not isinstance(leaf, Tensor):
             if not isinstance(plain(leaf), PLAIN):
                 self.problem = self.problem or (
-                    f"the step returns a {type(leaf).__name__}; return tensors and plain values, in "
-                    f"containers that torch.utils._pytree knows"
+                    f"the step returns a {type(leaf).__name__}; return tensors and plain values, "
+                    f"in containers that torch.utils._pytree knows"
                 )
             return ("plain", plain(leaf))
         if id(leaf) in numbers:

@@ -13,7 +13,7 @@ from test.common.scenarios import fsdp, make
 
 WIDTH, HIDDEN, DEPTH = 18, 23, 3  # which no number of ranks divides
 
-BF16 = {"compute_dtype": torch.bfloat16}
+BF16 = {"compute_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16}
 NO_BARRIERS = {"optimization_barrier_in_forward": False, "optimization_barrier_in_backward": False}
 ALL_LARGE: dict[str, Any] = {"gather_once_below": 1}
 

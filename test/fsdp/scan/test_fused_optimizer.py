@@ -205,7 +205,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "rows": {"net": ScanNet, "loss_of": of_features},
     "numbers": {"net": NumbersNet, "loss_of": of_features},
     "two kinds": {"net": TwoKindsNet, "loss_of": of_features},
-    "bf16": {"compute_dtype": torch.bfloat16},
+    "bf16": {"compute_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16},
     "scanned, not stacked": {"kind": "scanned"},
     "no_sync": {"quiet": 1},
     **NOT_IN_LOOP,

@@ -1116,7 +1116,7 @@ def casts(rank: int) -> list[int]:
 
     found = []
     for depth in (3, 6):
-        options = {"compute_dtype": torch.bfloat16}
+        options = {"compute_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16}
         model = scanned(depth=depth, options=options, gather_once_below=10**6)
         torch_xla.sync()  # nothing of what came before
         with torch.no_grad():

@@ -144,14 +144,14 @@ def build_unit(
 @contextlib.contextmanager
 def freeing_unsharded(managed: ManagedModules, config: FSDPConfig) -> Iterator[None]:
     """Compute the shards that the block makes when it ends, so that the unsharded parameters of
-    ``managed`` on the device are freed. Shards of parameters on the host are made there."""
+    ``managed`` on the device are freed."""
     params = [param for *_, param in managed.parameters()]
     on_device: list[weakref.ref[Tensor]] = [
         weakref.ref(param) for param in params if param.device.type == "xla"
     ]
     del params
     yield
-    if on_device and config.execute_sharding_on_init:
+    if config.execute_sharding_on_init:
         # In a reference cycle one would survive the sync. Not always: to collect takes half a
         # second.
         if any(ops.referent(each) is not None for each in on_device):

@@ -130,7 +130,7 @@ def wrapped_for_torch_xla(rank: int) -> dict[str, Any]:
 
 
 def test_buffers_are_cast_for_good_under_torch_xlas_name_with_one_warning() -> None:
-    ranks = run_on_ranks(wrapped_for_torch_xla, 2)
+    ranks = run_on_ranks(wrapped_for_torch_xla, 1)
     for found in ranks:
         assert {name: dtype for name, dtype in found["dtypes"].items() if "2." not in name} == {
             "0.table": "torch.bfloat16",

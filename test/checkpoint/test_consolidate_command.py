@@ -275,7 +275,9 @@ def test_what_a_person_meant(
     assert snapshot(run) == before
     with pytest.raises(SystemExit):
         main(["inspect", "run", "more"])
-    assert "unexpected more; expected one of merge, convert, inspect, list" in capsys.readouterr().err
+    assert (
+        "unexpected more; expected one of merge, convert, inspect, list" in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         main([])
     assert "which files? Give --ckpt_prefix" in capsys.readouterr().err

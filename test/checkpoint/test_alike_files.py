@@ -45,8 +45,9 @@ def shard_files(folder: Path) -> list[str]:
 
 
 def merged(folder: Path, name: str = "full.pth") -> dict[str, Any]:
-    assert run("--ckpt_prefix", folder, "--save_path", folder.parent / name) == 0
-    return torch.load(folder.parent / name, weights_only=True)
+    path = folder.parent.parent / f"{folder.parent.name}-{folder.name}-{name}"  # outside of a run
+    assert run("--ckpt_prefix", folder, "--save_path", path) == 0
+    return torch.load(path, weights_only=True)
 
 
 @pytest.fixture
@@ -125,11 +126,20 @@ def test_damage_is_told(files: Path, rank: int, capsys: pytest.CaptureFixture[st
     content = bytearray(path.read_bytes())
     content[file.entries["model/rows"].start] ^= 1
     path.write_bytes(content)
-    assert run("--ckpt_prefix", files, "--save_path", files.parent / "out.pth", "--verify") == 2
+    assert (
+        run(
+            "--ckpt_prefix",
+            files,
+            "--save_path",
+            files.parent.parent / f"{files.parent.name}-out.pth",
+            "--verify",
+        )
+        == 2
+    )
     lines = [line for line in capsys.readouterr().err.splitlines() if "is damaged" in line]
     assert len(lines) == 1
     assert f"{path}: rows is damaged" in lines[0]
-    assert not (files.parent / "out.pth").exists()
+    assert not (files.parent.parent / f"{files.parent.name}-out.pth").exists()
 
 
 def test_files_that_differ_in_more_are_read_one_by_one(tmp_path: Path) -> None:

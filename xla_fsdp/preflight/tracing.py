@@ -82,6 +82,7 @@ def trace_step(
         recorder.cut()
         step()  # makes the optimizer's state
         recorder.cut()
+        gc.collect()  # what only cycles hold would be a part of some programs, and not of others
         recorder.start_recording()
         started = time.monotonic()
         step()

@@ -180,7 +180,7 @@ def output_path(ckpt_prefix: str, save_path: str) -> str:
     """Return the full ``save_path``, or the default path of the merged file if that is empty."""
     if save_path:
         return full_path(save_path)
-    start = full_path(ckpt_prefix)
+    start = full_path(ckpt_prefix, "ckpt_prefix")
     if os.path.isdir(start):  # beside it, and beside the run that a step is in
         run, name = os.path.split(os.path.normpath(start))
         start = f"{run}_{name}" if is_step_folder(name) else os.path.join(run, name)

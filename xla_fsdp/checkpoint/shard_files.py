@@ -126,8 +126,8 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
     """
     if is_url(ckpt_prefix):
         return _find_remote(ckpt_prefix, ckpt_suffix)
-    if not ckpt_prefix and ckpt_suffix == DEFAULT_SUFFIX:
-        raise CheckpointError("ckpt_prefix is empty; expected one ('.' is the working directory)")
+    if ckpt_suffix == DEFAULT_SUFFIX:
+        full_path(ckpt_prefix, "ckpt_prefix")  # raises if that is empty
     found = _find_local(_local(ckpt_prefix), ckpt_suffix)
     return [full_path(path) for path in found]
 

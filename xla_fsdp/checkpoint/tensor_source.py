@@ -36,17 +36,17 @@ BLOCK = 1 << 23  # bytes that ``Interleaved`` and ``Column`` read at a time, of 
 LOCAL = "file://"
 
 
-def full_path(path: str | os.PathLike[str]) -> str:
+def full_path(path: str | os.PathLike[str], name: str = "the path") -> str:
     """Return a local path from the root, with ``~`` replaced, so that it stays the same when the
     working directory changes; of a URL with ``file://`` the path, any other one with at most one
-    slash at its end.
+    slash at its end. ``name`` is what an error calls it.
 
     Raises:
         CheckpointError: if the path is empty, as where a variable of a shell is not set.
     """
     text = os.fspath(path).removeprefix(LOCAL)
     if not text:
-        raise CheckpointError("the path is empty; expected one ('.' is the working directory)")
+        raise CheckpointError(f"{name} is empty; expected one ('.' is the working directory)")
     if "://" in text:
         return re.sub(r"(?<=[^:/])/+$", "/", text)
     return os.path.join(os.getcwd(), os.path.expanduser(text))

@@ -93,6 +93,8 @@ def program(rank: int) -> str:
 def groups_of_gathers(when: str) -> int:
     """How many gathers of a step are among some of the ranks, where parameters are to be kept in
     groups of two, until ``set_reshard_after_forward(True)``: before the forward, or after it."""
+    import torch_xla
+
     from xla_fsdp.distributed.xla.graph import lowered_hlo
 
     model = in_place(make(), reshard_after_forward=2)
@@ -104,6 +106,7 @@ def groups_of_gathers(when: str) -> int:
     loss.backward()
     shards = [each.param.shard for each in model._fsdp_named_shards()]
     text = lowered_hlo([shard.grad for shard in shards])
+    torch_xla.sync()  # else the next program would hold these collectives, too
     gathers = Program(text).all("all-gather")
     return sum(each.groups in (WITHIN, ACROSS) for each in gathers)
 
@@ -306,7 +309,10 @@ def run_as(fn: Any, name: str, folder: Path) -> list[Any]:
 
 
 def different_replicas(rank: int) -> None:
+    import torch_xla
+
     fsdp(make(seed=rank), mesh=init_mesh((2, 1), HSDP))
+    torch_xla.sync()
 
 
 def test_replicas_with_different_values_are_told() -> None:

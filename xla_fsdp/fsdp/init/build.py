@@ -151,7 +151,8 @@ def freeing_unsharded(managed: ManagedModules, config: FSDPConfig) -> Iterator[N
     ]
     del params
     yield
-    if config.execute_sharding_on_init:
+    # Shards of parameters on the host are cut there: nothing waits to be computed.
+    if config.execute_sharding_on_init and on_device:
         # In a reference cycle one would survive the sync. Not always: to collect takes half a
         # second.
         if any(ops.referent(each) is not None for each in on_device):

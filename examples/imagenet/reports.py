@@ -1,9 +1,8 @@
-"""What the ImageNet job tells its user beside losses: scalars, compilations, damage.
+"""What the ImageNet job tells its user beside losses: compilations, damage.
 
 Words: a *problem* is the path of a damaged picture, and what is wrong with it.
-Always true: only rank 0 writes scalars; every damaged picture is named once by
-each rank that met it, and counted once for all.
-The bar, lines, the log of losses and profiles are in ``shared``.
+Always true: every damaged picture is named once by each rank that met it, and counted once for all.
+The bar, lines, the log of losses, scalars and profiles are in ``shared``.
 """
 
 from __future__ import annotations
@@ -11,35 +10,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 
 from pictures import Problem
-
-
-class Scalars:
-    """TensorBoard scalars, if there is a directory for them."""
-
-    def __init__(self, logdir: Path | None) -> None:
-        self._writer = None
-        if logdir is not None:
-            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
-
-            self._writer = SummaryWriter(str(logdir))
-
-    def add(self, step: int, **values: float) -> None:
-        """Write values of a step, counted over all epochs."""
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name.replace("_", "/", 1), value, step)
-            self._writer.flush()
-
-    def close(self) -> None:
-        """Nothing more is written."""
-        if self._writer is not None:
-            self._writer.close()
 
 
 class Compilations:

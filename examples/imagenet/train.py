@@ -43,7 +43,8 @@ from place import Place
 from profiles import Profile, name_units
 from progress import Progress
 from ranks import average_statistics, read, summed, this_place
-from reports import Compilations, Damage, Scalars
+from reports import Compilations, Damage
+from scalars import Scalars
 from schedule import learning_rate
 from xla_fsdp import (
     CheckpointError,

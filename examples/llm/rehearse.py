@@ -20,9 +20,10 @@ sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the examples share
 
 from llama import Sizes, next_token_loss, shard_model
+from options import parse_options
 from place import Place
 from ranks import this_place
-from train import BYTES, parse_options, read_text, windows
+from text import BYTES, read_text, tokenizer_of, windows
 from xla_fsdp import Mesh, Recipe
 
 
@@ -49,8 +50,8 @@ def build_step(
         recipe = Recipe("plain", scan=scan)
         model = shard_model(model, optimizer, recipe, mesh=mesh, compute_dtype=torch.float32).model
         places = [this_place()]
-    text = read_text(None)
-    batches = [windows(text, place, options) for place in places]
+    text = read_text(None, tokenizer_of(None), length)
+    batches = [windows(text.trained, place, length, batch, options.seed) for place in places]
 
     def step() -> Tensor:
         losses = [_backward(_loss(model, each) / len(batches)) for each in batches]

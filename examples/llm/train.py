@@ -1,144 +1,110 @@
-"""Train a small Llama of transformers, byte by byte, and let it write a few lines.
+"""Train a causal language model of transformers: a small Llama from the start, or one to fine-tune.
 
     python examples/llm/train.py                                  # 8 CPU ranks, or all TPU devices
+    python examples/llm/train.py --config examples/llm/small.yaml # checkpoints, metrics, an export
+    python examples/llm/train.py --config examples/llm/fine_tune.yaml  # LoRA on what that exported
+    python examples/llm/generate.py runs/llm/export               # in plain transformers
     python examples/llm/train.py --mesh replica=2,shard=4         # shards in groups of 4 ranks
     python examples/llm/train.py --recipe lean                    # in the least memory
-    python examples/llm/train.py --attention xla_fsdp             # without all scores in memory
     python examples/llm/train.py --attention xla_fsdp --context 4 # windows cut over 4 ranks
-    python examples/llm/train.py --text book.txt --steps 2000 --width 256 --blocks 8
 
 The text is Python's own reference, as ``help()`` shows it, which comes with Python; or any file.
-Words: a *window* is as many bytes as the model sees; tokens are bytes.
-Always true: one program trains and one writes: text that is written lies in a window of fixed size,
-whose end the model cannot see from before.
-The model and its units are in ``llama.py``, at any size.
+Words: a *window* is as many tokens as the model sees. A new model's tokens are bytes.
+Always true: one program trains, one evaluates and one writes: text that is written lies in a window
+of fixed size, whose end the model cannot see from before. A resumed run reads the windows that the
+interrupted one would have read.
+A new model and its units are in ``llama.py``, at any size; the text is in ``text.py``.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import math
 import os
-import pydoc_data.topics
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import xla_fsdp  # noqa: F401  (first: torch_xla then does not remark that there is no TPU)
 
 # isort: split
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "shared"))  # what the examples share
 
-from flags import add_switch, at_least, number
-from llama import ATTENTION, EAGER, Sizes, build_model, loss_over, next_token_loss, shard_model
+from llama import NAME, build_model, loss_over, next_token_loss, shard_model
+from options import Options, parse_options
 from place import Place
 from profiles import Profile, name_units
 from ranks import global_means, this_place
-from xla_fsdp import Mesh, Parallelized, RankError, Recipe, init_mesh, launch
+from scalars import Scalars
+from text import Text, read_text, tokenizer_of, windows
+from xla_fsdp import (
+    CheckpointError,
+    CheckpointManager,
+    Mesh,
+    Parallelized,
+    Preemption,
+    RankError,
+    Recipe,
+    full_state_dict,
+    init_mesh,
+    launch,
+    one_rank_at_a_time,
+)
 
 CPU_RANKS = "8"
-BYTES = 256
+PREEMPTED = 75  # the exit code of "try again"
+Batches = Iterator[tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Options:
-    """One field per flag; see ``--help``."""
+@dataclass
+class Job:
+    """A rank's part of the whole.
 
-    num_ranks: int | None
-    mesh: dict[str, int] | None
-    recipe: str
-    attention: str
-    context: int
-    sizes: Sizes
-    text: Path | None
-    length: int
-    batch_size: int
-    steps: int
-    compile_step: bool
-    lr: float
-    seed: int
-    log_steps: int
-    profile: Path | None
-    prompt: str
-    generate: int
-    temperature: float
+    Args:
+        place: of this rank.
+        reads: whose windows it reads: those that share windows are one.
+        mesh: the ranks as the flags lay them out; None for one axis of all.
+        sharded: the model, its optimizer, and the recipe of both.
+        flops: of a token, in forward and backward.
+    """
 
+    options: Options
+    text: Text
+    place: Place
+    reads: Place
+    mesh: Mesh | None
+    sharded: Parallelized
+    flops: float
+    scalars: Scalars
 
-def parse_options(argv: Sequence[str] | None = None) -> Options:
-    """The options of a command line; exits with code 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description="Train a Llama on bytes of a text.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--num_ranks", type=at_least(1), help="default: 8 on CPU, all devices elsewhere")
-    add("--mesh", type=_mesh, help="as replica=2,shard=4: the last axis shards")
-    add("--recipe", default="plain", help="lean, fast or plain, or the file of a recipe")
-    add("--attention", choices=ATTENTION, default=EAGER, help="xla_fsdp: memory linear in --length")
-    add("--context", type=at_least(1), default=1, help="ranks that share each window")
-    small = {"width": 128, "blocks": 4, "heads": 4, "kv_heads": 2, "ffn": 384}
-    for name, size in small.items():
-        add(f"--{name}", type=at_least(1), default=size)
-    add("--text", type=Path, help="default: the reference that comes with Python")
-    add("--length", type=at_least(2), default=128, help="of a window")
-    add("--batch_size", type=at_least(1), default=8, help="windows per rank")
-    add("--steps", type=at_least(1), default=300)
-    add_switch(parser, "compile_step", True, "trace the first steps only, and replay them")
-    add("--lr", type=number(0), default=3e-3)
-    add("--seed", type=at_least(0), default=0)
-    add("--log_steps", type=at_least(1), default=20)
-    add("--profile", type=Path, help="record some steps into this folder, for xprof")
-    add("--prompt", default="The ")
-    add("--generate", type=at_least(0), default=200, help="bytes to write at the end")
-    add("--temperature", type=number(0.01), default=0.5)
-    values = vars(parser.parse_args(argv))
-    sizes = Sizes(**{name: values.pop(name) for name in small}, vocabulary=BYTES)
-    if sizes.width % sizes.heads or sizes.heads % sizes.kv_heads:
-        parser.error("--heads must divide --width, and --kv_heads must divide --heads")
-    if values["context"] > 1 and values["attention"] == EAGER:
-        parser.error("--context wants --attention xla_fsdp, which sees what other ranks have")
-    return Options(sizes=sizes, **values)
+    def windows(self, tokens: Tensor, seed: int, done: int = 0) -> Batches:
+        """The rank's batches."""
+        options = self.options
+        return windows(tokens, self.reads, options.length, options.batch_size, seed, done)
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean over the rank's tokens."""
+        return loss_over(self.mesh, next_token_loss, self.sharded.model, tokens, targets)
+
+    def say(self, step: int, line: str, **values: float) -> None:
+        """One line, and the values of a step for TensorBoard; only rank 0 says anything."""
+        if self.place.rank == 0:
+            print(f"step {step}: {line}", flush=True)
+            self.scalars.add(step, **values)
 
 
-def _mesh(words: str) -> dict[str, int]:
-    pairs = [word.partition("=") for word in words.split(",")]
-    if not all(name.isidentifier() and size.isdecimal() for name, _, size in pairs):
-        raise argparse.ArgumentTypeError(f"{words!r} is not of the form axis=size,axis=size")
-    return {name: int(size) for name, _, size in pairs}
-
-
-# ---------------------------------------------------------------- the text
-
-
-def read_text(path: Path | None) -> Tensor:
-    """All bytes, uint8 [N], of a file or of the reference that comes with Python."""
-    if path is None:
-        topics = pydoc_data.topics.topics
-        content = "\n".join(topics[name] for name in sorted(topics)).encode()
-    else:
-        content = path.read_bytes()
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def windows(text: Tensor, place: Place, options: Options) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and next tokens, int64 [N, length], from anywhere in the text, without end."""
-    # Its own: CPU ranks share the one of the process.
-    own = torch.Generator().manual_seed(options.seed * place.world_size + place.rank)
-    offsets = torch.arange(options.length + 1)
-    while True:
-        starts = torch.randint(len(text) - options.length, (options.batch_size, 1), generator=own)
-        chosen = text[starts + offsets].long()
-        yield chosen[:, :-1].to(place.device), chosen[:, 1:].to(place.device)
-
-
-# ---------------------------------------------------------------- training and writing
+# ---------------------------------------------------------------- the model
 
 
 def mesh_of(place: Place, options: Options) -> Mesh | None:
@@ -160,26 +126,81 @@ def reader(place: Place, mesh: Mesh | None, options: Options) -> Place:
     return Place(mesh.local_rank(place.rank, *others), count, place.device)
 
 
-def shard(options: Options, mesh: Mesh | None) -> Parallelized:
-    """The sharded model, its optimizer, and the recipe of both."""
-    model = build_model(options.sizes, attention=options.attention)
+def plain_model(options: Options) -> Any:
+    """The model before it is sharded: on the meta device, or from a folder, with adapters."""
+    if options.model is None:
+        return build_model(options.sizes, attention=options.attention)
+    from transformers import AutoModelForCausalLM
+
+    if options.attention == NAME:
+        from xla_fsdp.integrations.attention import register
+
+        register()
+    own = {"attn_implementation": options.attention, "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(options.model, **own)
+    model.config.use_cache = False
+    return with_adapters(model, options.lora) if options.lora else model
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """The model, frozen, with low-rank adapters of all its linear layers."""
+    from peft import LoraConfig, get_peft_model
+
+    how = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    return get_peft_model(model, how)
+
+
+def flops_of_token(model: Any, length: int) -> float:
+    """Of forward and backward: 2 of each parameter in forward, 2 for gradients of inputs, 2 for
+    gradients of parameters that have one; and of attention's two products (Chowdhery et al., 2022,
+    appendix B)."""
+    params = list(model.parameters())
+    trained = sum(param.numel() for param in params if param.requires_grad)
+    attention = 12 * model.config.num_hidden_layers * model.config.hidden_size * length
+    return 4 * sum(param.numel() for param in params) + 2 * trained + attention
+
+
+def make_job(options: Options, text: Text) -> Job:
+    """Build and shard the model on this rank."""
+    place = this_place()
+    mesh = mesh_of(place, options)
+    torch.manual_seed(options.seed)  # for the values, which wrapping draws, unit by unit
+    with one_rank_at_a_time():  # what a folder holds is on the host once
+        model = plain_model(options)
+        torch.manual_seed(options.seed)
+        flops = flops_of_token(model, options.length)
     optimizer = partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.1)
     recipe = replace(
         Recipe.of(options.recipe),
         step_in_backward=False,  # as gradients are clipped
         compile_step=options.compile_step,
     )
-    return shard_model(model, optimizer, recipe, mesh=mesh, compute_dtype=torch.float32)
+    dtype = getattr(torch, options.compute_dtype)
+    sharded = shard_model(model, optimizer, recipe, mesh=mesh, compute_dtype=dtype)
+    scalars = Scalars(options.logdir if place.rank == 0 else None)
+    reads = reader(place, mesh, options)
+    return Job(options, text, place, reads, mesh, sharded, flops, scalars)
 
 
-def train(
-    sharded: Parallelized, text: Tensor, place: Place, options: Options, mesh: Mesh | None
-) -> float:
-    """Train; returns the last loss that was reported, averaged over the ranks."""
-    model, optimizer, recipe = sharded
+# ---------------------------------------------------------------- training
+
+
+def rate_of(options: Options, done: int) -> float:
+    """The learning rate's part after ``done`` steps: a rise along a line, then half a cosine."""
+    warmup = options.warmup_steps
+    if done < warmup:
+        return (done + 1) / warmup
+    return 0.5 + 0.5 * math.cos(math.pi * (done - warmup) / max(options.steps - warmup, 1))
+
+
+def train(job: Job, manager: CheckpointManager | None) -> None:
+    """Train, from the newest checkpoint on if the flags say so."""
+    options, (model, optimizer, recipe) = job.options, job.sharded
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_of, options))
+    objects = {"lr_scheduler": schedule}
 
     def train_step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = loss_over(mesh, next_token_loss, model, tokens, targets)
+        loss = job.loss(tokens, targets)
         loss.backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
@@ -187,53 +208,146 @@ def train(
         return loss
 
     take_step = recipe.compile(train_step)
-    start, mean = time.perf_counter(), float("nan")
-    profile = Profile(options.profile if place.rank == 0 else None)
-    batches = windows(text, reader(place, mesh, options), options)
-    for step, (tokens, targets) in enumerate(batches, start=1):
+    done = resume(job, manager, objects)
+    profile = Profile(options.profile if job.place.rank == 0 else None)
+    preemption, meter = Preemption(), Meter(job, done)
+    batches = job.windows(job.text.trained, options.seed, done)
+    for step, (tokens, targets) in zip(range(done + 1, options.steps + 1), batches, strict=False):
         profile.step()
         loss = take_step(tokens, targets)
+        schedule.step()
+        preemption.vote()
         if step % options.log_steps == 0 or step == options.steps:
-            (mean,) = global_means(loss.detach())
-            if place.rank == 0:
-                rate = step / (time.perf_counter() - start)
-                print(f"step {step}: loss {mean:.3f}, {rate:.1f} steps/s", flush=True)
-        if step == options.steps:
-            break
+            meter.report(step, loss.detach())
+        if options.eval_steps and step % options.eval_steps == 0 and step < options.steps:
+            evaluate(job, step)
+        stop = preemption.agreed()
+        if manager is not None:
+            last = stop or step == options.steps
+            manager.save(step, model, optimizer, objects=objects, force=last)
+        if stop:
+            raise SystemExit(PREEMPTED)
     profile.stop()
-    return mean
+
+
+def resume(job: Job, manager: CheckpointManager | None, objects: dict[str, Any]) -> int:
+    """Go on from the newest checkpoint, on any number of ranks; returns the steps it has made."""
+    if manager is None:
+        return 0
+    if job.options.resume == "none":
+        if steps := manager.steps():
+            raise ValueError(
+                f"{job.options.ckpt_dir} holds checkpoints up to step {max(steps)}: go on with "
+                f"--resume auto, or give another --ckpt_dir"
+            )
+        return 0
+    found = manager.restore(job.sharded.model, job.sharded.optimizer, objects=objects)
+    return 0 if found is None else found.step
+
+
+class Meter:
+    """Losses and rates, of the steps since the last report."""
+
+    def __init__(self, job: Job, done: int) -> None:
+        self._job, self._last, self._time = job, done, time.perf_counter()
+
+    def report(self, step: int, loss: Tensor) -> None:
+        """Say how far training has come; every rank calls it."""
+        (mean,) = global_means(loss)
+        now, options, place = time.perf_counter(), self._job.options, self._job.reads
+        rate = (step - self._last) / (now - self._time)
+        self._last, self._time = step, now
+        tokens = rate * place.world_size * options.batch_size * options.length
+        values = {"train_loss": mean, "train_tokens_per_second": tokens}
+        use = ""
+        if options.peak_tflops:
+            peak = options.peak_tflops * 1e12 * self._job.place.world_size
+            values["train_mfu"] = tokens * self._job.flops / peak
+            use = f"{100 * values['train_mfu']:.1f} % MFU, "
+        self._job.say(
+            step, f"loss {mean:.3f}, {use}{tokens:,.0f} tokens/s, {rate:.1f} steps/s", **values
+        )
 
 
 @torch.no_grad()
-def write(model: nn.Module, place: Place, options: Options) -> str:
+def evaluate(job: Job, step: int) -> float:
+    """The mean loss on the same windows of what is held out, each time; every rank calls it."""
+    model, count = job.sharded.model, job.options.eval_batches
+    model.eval()
+    total = torch.zeros((), device=job.place.device)
+    for tokens, targets in islice(job.windows(job.text.held_out, job.options.seed), count):
+        total = total + job.loss(tokens, targets)
+        torch_xla.sync()
+    model.train()
+    (mean,) = global_means(total / count)
+    words = f"perplexity {math.exp(mean):.2f} on what is held out"
+    job.say(step, words, eval_loss=mean)
+    return mean
+
+
+# ---------------------------------------------------------------- what it leaves
+
+
+@torch.no_grad()
+def write(job: Job, tokenizer: Any) -> str:
     """The prompt and what the model makes of it; the same on every rank, all of which call it."""
+    model, options, device = job.sharded.model, job.options, job.place.device
     model.eval()
     draw = torch.Generator().manual_seed(options.seed)
-    written = list(options.prompt.encode())
+    written = tokenizer.encode(options.prompt)
     for _ in range(options.generate):
         seen = written[-options.length :]
-        window = torch.tensor([seen + [0] * (options.length - len(seen))]).to(place.device)
-        last = torch.tensor([len(seen) - 1]).to(place.device)
+        window = torch.tensor([seen + [0] * (options.length - len(seen))]).to(device)
+        last = torch.tensor([len(seen) - 1]).to(device)
         logits = model(window).logits[0].index_select(0, last)[0].float()
         torch_xla.sync()
         chances = (logits.cpu() / options.temperature).softmax(0)
         written.append(int(torch.multinomial(chances, 1, generator=draw)))
-    return bytes(written).decode(errors="replace")
+    return tokenizer.decode(written)
+
+
+def export(job: Job, tokenizer: Any) -> None:
+    """Write the whole model, with its adapters merged into it, for transformers; a collective.
+
+    Rank 0 holds all of it on its host. What no host can hold is merged from a checkpoint's files,
+    by ``consolidate_sharded_ckpts convert RUN --to hf``.
+    """
+    state = full_state_dict(job.sharded.model, rank0_only=True)
+    folder = job.options.export
+    if job.place.rank == 0:
+        plain = plain_model(job.options)
+        plain.load_state_dict(state, assign=True)
+        if job.options.lora:
+            plain = plain.merge_and_unload()
+        plain.config.use_cache = True
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(str(folder))
+        print(f"exported to {folder}", flush=True)
+    xm.rendezvous("the model is exported")
 
 
 # ---------------------------------------------------------------- the job
 
 
-def run_rank(index: int, options: Options, text: Tensor) -> None:
+def run_rank(index: int, options: Options, text: Text, tokenizer: Any) -> None:
     """The whole job on one rank."""
-    place = this_place()
-    mesh = mesh_of(place, options)
-    torch.manual_seed(options.seed)  # for the values, which wrapping draws, unit by unit
-    sharded = shard(options, mesh)
-    train(sharded, text, place, options, mesh)
+    job = make_job(options, text)
+    with contextlib.ExitStack() as stack:
+        manager = None
+        if options.ckpt_dir:
+            manager = stack.enter_context(
+                CheckpointManager(
+                    options.ckpt_dir, save_interval_steps=options.save_steps, keep_last=2
+                )
+            )
+        train(job, manager)
+    evaluate(job, options.steps)
+    job.scalars.close()
+    if options.export:
+        export(job, tokenizer)
     if options.generate:
-        written = write(sharded.model, place, options)
-        if place.rank == 0:
+        written = write(job, tokenizer)
+        if job.place.rank == 0:
             print(written)
 
 
@@ -241,19 +355,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the job that the command line describes; returns the exit code."""
     options = parse_options(argv)
     try:
-        text = read_text(options.text)
-        if len(text) <= options.length:
-            raise ValueError(f"the text has {len(text)} bytes, a window {options.length}: use less")
+        tokenizer = tokenizer_of(options.model)
+        text = read_text(options.text, tokenizer, options.length)
         # Only read on CPU; elsewhere every device is a rank.
         os.environ.setdefault("XLA_FSDP_NUM_RANKS", CPU_RANKS)
         if options.profile:
             name_units()
-        launch(run_rank, (options, text), num_ranks=options.num_ranks)
+        job = (options, text, tokenizer)
+        launch(run_rank, job, num_ranks=options.num_ranks, stop_signals=[signal.SIGTERM])
     except (OSError, ValueError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1
     except RankError as error:
-        if not isinstance(error.__cause__, ValueError):
+        if isinstance(error.__cause__, SystemExit):
+            print("train.py: asked to end; go on with --resume auto", file=sys.stderr)
+            return PREEMPTED
+        if not isinstance(error.__cause__, (ValueError, CheckpointError)):
             raise
         print(f"train.py: {error.__cause__}", file=sys.stderr)
         return 1

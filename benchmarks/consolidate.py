@@ -11,7 +11,7 @@ ways, each in a child process and with cold caches:
     upstream        torch_xla's files into one .pth, by torch_xla          (model)
     same files      torch_xla's files into one .pth, by xla_fsdp           (model)
     with optimizer  our safetensors files into a Hugging Face directory    (model and optimizer)
-    load            our files by one rank of 8                             (model)
+    load            our files by one rank of 8, small ones by the only one (model)
     copy            our files, copied: an upper bound of the disk's speed
 
 The ways take turns, and medians are shown; "start-up" is what a child takes beside its merge, most
@@ -235,7 +235,8 @@ def make_step(case: Case) -> None:
 def load_as_one_rank(case: Case) -> None:
     """Read what a rank of another number of ranks needs."""
     own = ShardMetadata.from_dict(open_shard(str(case.path(0, "safetensors"))).metadata)
-    target = replace(own, rank=0, world_size=LOADING_RANKS, fingerprints={}, optimizer=None)
+    ranks = 1 if case.parameters else LOADING_RANKS
+    target = replace(own, rank=0, world_size=ranks, fingerprints={}, optimizer=None)
     load_step(open_storage(str(case.directory / "run")), Attempt(0), LoadTarget(target, {}))
 
 

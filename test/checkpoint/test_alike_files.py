@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from test.common.shard_maker import FullModel, bits, every_kind, run, with_optimizer
 from xla_fsdp.checkpoint import (
@@ -19,7 +22,12 @@ from xla_fsdp.checkpoint import (
     read_shards,
 )
 from xla_fsdp.checkpoint.consolidate import plan_merge
-from xla_fsdp.checkpoint.shard_files import are_alike
+from xla_fsdp.checkpoint.format import VALUES_KEY
+from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
+from xla_fsdp.checkpoint.reshard import LoadTarget
+from xla_fsdp.checkpoint.shard_files import SafetensorsLayout, are_alike
+from xla_fsdp.checkpoint.step_directory import Attempt
+from xla_fsdp.checkpoint.storage import open_storage
 from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSource
 
 
@@ -140,6 +148,98 @@ def test_damage_is_told(files: Path, rank: int, capsys: pytest.CaptureFixture[st
     assert len(lines) == 1
     assert f"{path}: rows is damaged" in lines[0]
     assert not (files.parent.parent / f"{files.parent.name}-out.pth").exists()
+
+
+def loaded(folder: Path, rank: int, ranks: int) -> LoadedStep:
+    """What a rank of so many reads of the step in ``folder``."""
+    shard = open_shard(shard_files(folder)[0])
+    own = ShardMetadata.from_dict(dict(shard.metadata))
+    sharded = {record.key for record in own.params}
+    whole = {key: t.shape for key, t in shard.state_dict.items() if key not in sharded}
+    groups = [each.params for each in own.optimizer.groups] if own.optimizer else None
+    target = replace(own, rank=rank, world_size=ranks, fingerprints={}, optimizer=None)
+    storage = open_storage(str(folder.parent))
+    return load_step(storage, Attempt(0), LoadTarget(target, whole, groups))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 12])
+def test_loading_is_right_by_all_ways(
+    files: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def everything() -> dict[str, torch.Tensor]:
+        parts = [loaded(files, rank, ranks) for rank in range(ranks)]
+        found = {f"{r} {name}": t for r, part in enumerate(parts) for name, t in part.model.items()}
+        for rank, part in enumerate(parts):
+            assert part.optimizer is not None
+            for key, states in part.optimizer.tensors().items():
+                found |= {f"{rank} {key} {state}": t for state, t in states.items()}
+        return found
+
+    expected = everything()
+    model = with_optimizer()
+    for name, value in model.params.items():
+        if f"0 {name}" in expected:
+            whole = torch.cat([expected[f"{rank} {name}"].flatten() for rank in range(ranks)])
+            assert torch.equal(whole[: value.numel()], value.flatten())
+    monkeypatch.setattr(alike_files, "WINDOW", 200)  # some tensors are large then, others small
+    assert bits(everything()) == bits(expected)
+    monkeypatch.setattr(SafetensorsLayout, "twin", lambda self, file, name: None)
+    assert bits(everything()) == bits(expected)
+    monkeypatch.undo()
+    monkeypatch.setattr(SafetensorsLayout, "twin", lambda self, file, name: None)
+    assert bits(everything()) == bits(expected)
+
+
+def test_loading_makes_no_object_for_each_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, ranks, made = 200, 16, []
+    folder = written(small_parameters(count), tmp_path, ranks)
+    check = TensorSource.__post_init__
+
+    def counted(self: TensorSource) -> None:
+        made.append(self)
+        check(self)
+
+    monkeypatch.setattr(TensorSource, "__post_init__", counted)
+    found = loaded(folder, 0, 1).model
+    assert len(made) < count * ranks  # that many with one for each piece
+    expected = small_parameters(count).params
+    assert all(torch.equal(found[n][: t.numel()], t.flatten()) for n, t in expected.items())
+
+
+def test_a_rank_reads_only_the_files_that_it_needs(files: Path) -> None:
+    for path in shard_files(files)[6:]:
+        Path(path).unlink()
+    need_first = loaded(files, 0, 12)
+    assert need_first.model["rows"].numel()
+    with pytest.raises(CheckpointError, match=r"rank-00006-of-00012\.safetensors: is not here"):
+        loaded(files, 0, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_damage_is_told_in_loading(files: Path, rank: int) -> None:
+    path = Path(shard_files(files)[rank])
+    file = open_shard(str(path)).file
+    assert file is not None
+    content = bytearray(path.read_bytes())
+    content[file.entries["model/rows"].start] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{path.name}: rows is damaged"):
+        loaded(files, 0, 1)
+
+
+def test_a_header_with_damaged_values_is_told(files: Path) -> None:
+    for path in shard_files(files)[:2]:
+        with safe_open(path, "pt") as file:
+            notes = {**file.metadata(), VALUES_KEY: '{"a": 1}'}
+        save_file(load_file(path), path, notes)
+    first, second = shard_files(files)[:2]
+    content = Path(second).read_bytes()
+    at = content.index(rb"{\"a") + 2
+    Path(second).write_bytes(content[:at] + b" " + content[at + 1 :])  # no escape of JSON's
+    with pytest.raises(CheckpointError, match=f"{Path(second).name}: .*JSON"):
+        open_shard(second, like=open_shard(first))
 
 
 def test_files_that_differ_in_more_are_read_one_by_one(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,19 @@ from safetensors.torch import load_file
 
 from test.common.buckets import BUCKET, URL, Faults, known_bucket
 from test.common.ranks import run_python
-from test.common.saving import JOB, Picture, damage_of, differences, picture, read, save_step
+from test.common.saving import (
+    JOB,
+    Picture,
+    damage_of,
+    differences,
+    on_threads,
+    picture,
+    read,
+    save_step,
+)
 from xla_fsdp.checkpoint import CheckpointError, remote_storage
 from xla_fsdp.checkpoint import save_step as save_step_module
-from xla_fsdp.checkpoint.save_step import Job, Ranks, Save, ShardFile
+from xla_fsdp.checkpoint.save_step import Job, Ranks, Save, ShardFile, write_rank_file
 from xla_fsdp.checkpoint.step_directory import (
     Attempt,
     Keep,
@@ -51,6 +61,9 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
         yield found
 
 
+KEEP = Keep()
+
+
 def quick(self: Any) -> None:
     for name, value in {"attempts": 8, "first": 0.01, "longest": 0.5}.items():
         object.__setattr__(self, name, value)
@@ -72,6 +85,26 @@ def test_what_passes_is_tried_again(faults: Faults, what: str) -> None:
     assert [each.step for each in all_attempts(open_storage(URL))][-1] == 3
     injected = {"errors": "error", "lost answers": "lost", "cut connections": "cut"}
     assert faults.done[injected.get(what, "error")] > 0 or what not in injected
+
+
+def test_nobody_waits_for_a_slow_store_while_training(faults: Faults) -> None:
+    assert save_step(URL, 1, 2) == [None, None]
+    faults.slow = 0.5
+
+    def work(ranks: Ranks) -> tuple[float, int | None]:
+        save = Save(open_storage(URL), ranks, ShardFile(ranks.rank, 2, "safetensors"), 2, KEEP, JOB)
+        save.begin()
+        began = time.monotonic()
+        save.start(picture(2).content(2, ranks.rank, 2), write_rank_file)
+        seconds, latest = time.monotonic() - began, latest_step(URL)
+        ranks.all_gather_or_raise([])  # both have looked
+        save.wait()
+        return seconds, latest
+
+    for seconds, latest in on_threads(2, work):
+        assert seconds < faults.slow  # not one write
+        assert latest == 1
+    assert damage_of(URL, 2) == []
 
 
 def test_what_stays_names_the_object(faults: Faults) -> None:

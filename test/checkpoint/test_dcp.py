@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -357,9 +358,40 @@ def recast(metadata: Any) -> None:
     entry.properties = replace(entry.properties, dtype=torch.int32)
 
 
+M = (1 << 61) - 1  # has the hash of 0
+ALIKE = [M * k for k in range(1, 300)]
+PLACES = [
+    torch.Size([M * times if dim == at else 0 for dim in range(32)])
+    for at in range(32)
+    for times in (1, 2, 3)
+]  # of one hash, all that a tensor can have
+
+
+def many_items(metadata: Any) -> None:
+    """Items at offsets that have one hash."""
+    index, place = next(iter(metadata.storage_data.items()))
+    metadata.storage_data |= {replace(index, offset=offset): place for offset in PLACES}
+
+
+def many_parts(metadata: Any) -> None:
+    """Parts at offsets that have one hash, and as many items."""
+    index, place = next(iter(metadata.storage_data.items()))
+    metadata.storage_data |= {replace(index, fqn=f"x{number}"): place for number in range(300)}
+    entry = metadata.state_dict_metadata["model.embed.weight"]
+    entry.chunks = [ChunkStorageMetadata(offset, entry.chunks[0].sizes) for offset in PLACES]
+
+
+def many_keys(metadata: Any) -> None:
+    """Numbers of one hash for names."""
+    metadata.planner_data |= dict.fromkeys(ALIKE, ("model",))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (edit(many_items), "refused: more than 64 of its keys have one hash"),
+        (edit(many_parts), "refused: more than 64 of its keys have one hash"),
+        (edit(many_keys), "refused: more than 64 of its keys have one hash"),
         (edit(move), "model.norm.weight have the same bytes of __"),
         (edit(forget), "'model.norm.weight' at (0,) has no item in the files"),
         (edit(shrink), "the parts of model.embed.weight of shape (11, 5) do not fill it exactly"),

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 ROWS = 12  # of a batch, of all ranks together
 WIDTH, WORDS, LENGTH = 24, 29, 6
+PARTIAL: dict[str, Any] = {"allow_partial_load": True}
 
 
 class Block(nn.Module):
@@ -57,9 +65,43 @@ class Net(nn.Module):
         return self.head(x * WIDTH**-0.5)  # losses of about 3
 
 
-def build_model() -> Net:
-    torch.manual_seed(0)
-    return Net()
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how it is sharded on ranks of XLA.
+
+    Args:
+        recipe: "wrapper", "fully_shard", "streamed", or a recipe of ``parallelize``.
+        model: "own", or "llama" of transformers; with both, weights are tied and some are frozen.
+        compute: dtype in which units compute.
+    """
+
+    recipe: str
+    model: str = "own"
+    compute: str = "float32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As torch has it."""
+        found: torch.dtype = getattr(torch, self.compute)
+        return found
+
+    def build(self) -> Any:
+        """The plain model."""
+        torch.manual_seed(0)
+        return Net() if self.model == "own" else build_llama()
+
+
+def build_llama() -> Any:
+    from test.common import hf_jobs
+
+    model = hf_jobs.build_llama(vocab_size=WORDS)
+    model.model.norm.weight.requires_grad_(False)
+    return model
+
+
+def blocks_of(model: Any) -> Any:
+    """The list of a model's blocks."""
+    return model.blocks if isinstance(model, Net) else model.model.layers
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -80,23 +122,43 @@ def batch(step: int, rank: int, num_ranks: int) -> Tensor:
     return tokens[rank::num_ranks]
 
 
-def loss_of(model: Any, tokens: Tensor) -> Tensor:
+def loss_of(model: Any, tokens: Tensor, job: Job) -> Tensor:
+    if job.model == "llama":
+        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
     scores = model(tokens[:, :-1])
-    return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+    return F.cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def train_plain(steps: int) -> list[float]:
+def train_plain(job: Job, steps: int) -> list[float]:
     """The losses of one process."""
-    model = build_model()
-    optimizer = build_optimizer(model)
-    return list(_losses(model, optimizer, range(steps)))
+    model = job.build()
+    return list(_losses(InDtype(model, job.dtype), build_optimizer(model), range(steps), job))
+
+
+class InDtype:
+    """A model that computes with copies of its parameters in another dtype, as units do."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._model, self._dtype = model, dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._dtype is torch.float32:
+            return self._model(*args, **kwargs)
+        cast = {name: p.to(self._dtype) for name, p in self._model.named_parameters()}
+        return torch.func.functional_call(self._model, cast, args, kwargs)
 
 
 def _losses(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int = 0, ranks: int = 1
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    job: Job,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Iterator[float]:
     for step in steps:
-        loss = loss_of(model, batch(step, rank, ranks))
+        loss = loss_of(model, batch(step, rank, ranks), job)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -106,12 +168,12 @@ def _losses(
 # ---------------------------------------------------------------- on ranks of XLA
 
 
-def train_here(rank: int, recipe: str, first: int, last: int, load: str, save: str) -> list[float]:
+def train_here(rank: int, job: Job, first: int, last: int, load: str, save: str) -> list[float]:
     """This rank's losses in some steps of the job.
 
     Args:
         rank: of the caller.
-        recipe: "wrapper", or a recipe of ``parallelize``.
+        job: to train.
         first: step.
         last: step after the last one.
         load: run to go on with; "" to begin.
@@ -120,29 +182,15 @@ def train_here(rank: int, recipe: str, first: int, last: int, load: str, save: s
     import torch_xla
     import torch_xla.runtime as xr
 
-    from xla_fsdp import (
-        XlaFullyShardedDataParallel,
-        load_checkpoint,
-        one_rank_at_a_time,
-        parallelize,
-        save_checkpoint,
-    )
-    from xla_fsdp.wrap import transformer_auto_wrap_policy
+    from xla_fsdp import load_checkpoint, save_checkpoint
 
-    with one_rank_at_a_time():
-        model: Any = build_model()
-    if recipe == "wrapper":
-        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
-        model = XlaFullyShardedDataParallel(model, auto_wrap_policy=policy)
-        optimizer = build_optimizer(model)
-    else:
-        model, optimizer, _ = parallelize(model, build_optimizer(model), recipe)
+    model, optimizer = sharded_here(job)
     if load:
         load_checkpoint(load, model, optimizer)
     losses = []
     for step in range(first, last):
         tokens = batch(step, rank, xr.world_size()).to(torch_xla.device())
-        loss = loss_of(model, tokens)
+        loss = loss_of(model, tokens, job)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -152,37 +200,85 @@ def train_here(rank: int, recipe: str, first: int, last: int, load: str, save: s
     return losses
 
 
+def sharded_here(job: Job) -> tuple[Any, Any]:
+    """Model and optimizer on a rank of XLA."""
+    from xla_fsdp import (
+        MixedPrecisionPolicy,
+        Recipe,
+        XlaFullyShardedDataParallel,
+        fully_shard,
+        one_rank_at_a_time,
+        parallelize,
+    )
+    from xla_fsdp.wrap import transformer_auto_wrap_policy
+
+    with one_rank_at_a_time():
+        model = job.build()
+    if job.recipe == "wrapper":
+        classes = {type(blocks_of(model)[0])}
+        model = XlaFullyShardedDataParallel(
+            model,
+            auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls=classes),
+            compute_dtype=job.dtype,
+        )
+        return model, build_optimizer(model)
+    if job.recipe == "fully_shard":
+        policy = MixedPrecisionPolicy(param_dtype=job.dtype)
+        for block in blocks_of(model):
+            fully_shard(block, mp_policy=policy)
+        model = fully_shard(model, mp_policy=policy)
+        return model, build_optimizer(model)
+    streamed = {"streamed_embedding": True, "streamed_head": True}
+    own = streamed if job.recipe == "streamed" else {}
+    name = "lean" if own else job.recipe
+    recipe = Recipe(name, compute_dtype=job.compute, **own)  # type: ignore[arg-type]
+    model, optimizer, _ = parallelize(model, build_optimizer(model), recipe)
+    return model, optimizer
+
+
 # ---------------------------------------------------------------- in a process of gloo
 
 
 def train_there(folder: Path, rank: int) -> None:
     """Go on with a job that DCP's directory ``load`` holds; write losses and the directory
     ``save``."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    job = json.loads((folder / "move.json").read_text())
-    ranks = job["ranks"]
+    move = json.loads((folder / "move.json").read_text())
+    job, ranks = Job(**move["job"]), move["ranks"]
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks
     )
     mesh = dist.init_device_mesh("cpu", (ranks,))
-    model: Any = build_model()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model: Any = job.build()
+    policy = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=torch.float32)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = build_optimizer(model)
-    model_state, optim_state = get_state_dict(model, optimizer)
-    content = {"model": model_state, "optim": optim_state}
-    dcp.load(content, checkpoint_id=job["load"])
-    set_state_dict(
-        model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optim"]
-    )
-    losses = list(_losses(model, optimizer, range(job["first"], job["last"]), rank, ranks))
-    model_state, optim_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=job["save"])
+    if move["optimizer"]:
+        content = state_there(model, optimizer)
+        dcp.load(content, checkpoint_id=move["load"])
+        set_state_dict(
+            model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optim"]
+        )
+        dcp.save(state_there(model, optimizer), checkpoint_id=f"{folder}/arrived")
+    else:  # tied weights are saved under one name, which is enough
+        content = {"model": get_model_state_dict(model)}
+        dcp.load(content, checkpoint_id=move["load"], planner=DefaultLoadPlanner(**PARTIAL))
+        set_model_state_dict(model, content["model"])
+    steps = range(move["first"], move["last"])
+    losses = list(_losses(model, optimizer, steps, job, rank, ranks))
+    dcp.save(state_there(model, optimizer), checkpoint_id=move["save"])
     (folder / f"losses{rank}.json").write_text(json.dumps([torch.__version__, losses]))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def state_there(model: Any, optimizer: Any) -> dict[str, Any]:
+    """What torch saves."""
+    model_state, optim_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optim": optim_state}
 
 
 if __name__ == "__main__":

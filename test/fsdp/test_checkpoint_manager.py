@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import signal
 import tempfile
 import time
@@ -14,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from test.common import save_memory
 from test.common.ranks import cached_outcome, run_on_ranks, run_python
 from test.common.scenarios import fsdp, make, message
 from test.common.warned import recorded_warnings
@@ -674,3 +677,34 @@ def test_what_is_best_is_checked_at_once() -> None:
     for arguments in ({"metric": 3}, {"metric": "loss", "keep": 1.5}):
         with pytest.raises(ValueError, match="expected"):
             Best(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("bucket", 3),
+        pytest.param("local", 60, marks=pytest.mark.slow),
+        pytest.param("bucket", 60, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_any_moment_nothing_is_lost(tmp_path: Path, kind: str, count: int) -> None:
+    """Of two tiers, the second one on a disk that is lost sometimes."""
+    if kind == "bucket":
+        pytest.importorskip("gcp_storage_emulator", reason="a bucket on this machine")
+    child = run_python(
+        "-m", "test.common.manager_kills", str(tmp_path), str(count), "5", kind, timeout=2000
+    )
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout)
+    print(found)
+    assert found["problems"] == []
+    assert found["kills"] == count
+    assert len(found["went on from"]) >= count - 1
+
+
+def test_saves_behind_training_where_memory_is_short(tmp_path: Path) -> None:
+    """They take one copy, however many there are; where there is no room for it, all are told."""
+    for found in run_on_ranks(save_memory.save_often, 2, str(tmp_path)):
+        assert found["grown"] < save_memory.SLACK
+        assert re.match("CheckpointError: ranks 0, 1: .*(RESOURCE_EXHAUSTED|memory)", found["told"])
+        assert found["latest"] == 2

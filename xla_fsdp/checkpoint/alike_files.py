@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -103,14 +103,34 @@ class AlikeFile:
     checksums: Mapping[str, str]
 
 
-class AlikeFiles:
-    """The files of all ranks, in rank order; at least two, with the same ``entries``."""
+class Window(NamedTuple):
+    """The same bytes of all files.
 
-    def __init__(self, files: Sequence[AlikeFile]) -> None:
-        self._files = files
-        self._entries = files[0].entries
-        self._end = min(each.file.nbytes for each in files)
-        self._windows: OrderedDict[int, tuple[int, np.ndarray]] = OrderedDict()
+    Args:
+        first: offset in the files.
+        last: offset after the last byte.
+        rows: of bytes, one for each rank.
+        read: whether a rank's row was read.
+    """
+
+    first: int
+    last: int
+    rows: np.ndarray
+    read: np.ndarray
+
+
+class AlikeFiles:
+    """The files of all ranks that have the same ``entries``.
+
+    Args:
+        entries: by name in a file.
+        files: at least two, in rank order; each is asked for when it is read.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], files: Sequence[AlikeFile]) -> None:
+        self._entries, self._files = entries, files
+        self._end = max((entry.stop for entry in entries.values()), default=0)
+        self._windows: OrderedDict[int, Window] = OrderedDict()
         self._read: set[str] = set()
         self._damaged: dict[tuple[int, str], str] = {}
         self._lock = Lock()
@@ -133,9 +153,9 @@ class AlikeFiles:
     def rows(self, name: str, ranks: range) -> np.ndarray:
         """Return the bytes of a small tensor, one row for each of these ranks; verify them."""
         entry = self._entries[name]
-        first, window = self._window(entry.start, entry.stop)
-        found = window[ranks.start : ranks.stop, entry.start - first : entry.stop - first]
-        rows = np.ascontiguousarray(found)
+        window = self._window(entry.start, entry.stop, ranks)
+        low, high = entry.start - window.first, entry.stop - window.first
+        rows = np.ascontiguousarray(window.rows[ranks.start : ranks.stop, low:high])
         self._verify(name, ranks, rows)
         return rows
 
@@ -155,22 +175,26 @@ class AlikeFiles:
                 self.rows(name, range(len(self._files)))
         return [text for _, text in sorted(self._damaged.items())]
 
-    def _window(self, start: int, stop: int) -> tuple[int, np.ndarray]:
-        """Return an array with bytes ``start`` to ``stop`` of all files, and what its first column
-        is."""
+    def _window(self, start: int, stop: int, ranks: range) -> Window:
+        """Return a window with bytes ``start`` to ``stop`` of the files of these ranks."""
         with self._lock:
-            for first, (last, window) in self._windows.items():
-                if first <= start and stop <= last:
-                    self._windows.move_to_end(first)
-                    return first, window
-            last = min(max(stop, start + WINDOW // len(self._files)), self._end)
-            window = np.empty((len(self._files), last - start), np.uint8)
-            for row, each in zip(window, self._files, strict=True):
-                each.file.read_into(start, memoryview(row))
-            self._windows[start] = last, window
-            while len(self._windows) > WINDOWS:
-                self._windows.popitem(last=False)
-            return start, window
+            found = [w for w in self._windows.values() if w.first <= start and stop <= w.last]
+            window = found[0] if found else self._new_window(start, stop)
+            self._windows.move_to_end(window.first)
+            missing = ranks.start + np.flatnonzero(~window.read[ranks.start : ranks.stop])
+            for rank in map(int, missing):
+                self._files[rank].file.read_into(window.first, window.rows[rank].data)
+                window.read[rank] = True
+            return window
+
+    def _new_window(self, start: int, stop: int) -> Window:
+        size = len(self._files)
+        last = min(max(stop, start + WINDOW // size), self._end)
+        rows = np.empty((size, last - start), np.uint8)  # takes memory when it is filled
+        self._windows[start] = window = Window(start, last, rows, np.zeros(size, bool))
+        while len(self._windows) > WINDOWS:
+            self._windows.popitem(last=False)
+        return window
 
     def _verify(self, name: str, ranks: range, rows: np.ndarray) -> None:
         if len(ranks) == len(self._files):
@@ -178,9 +202,13 @@ class AlikeFiles:
         for rank, row in zip(ranks, rows, strict=True):
             text = self._files[rank].checksums.get(name)
             if text is not None and [crc := zlib.crc32(row.data)] != crcs_in(text):
-                where = f"{self._files[rank].name}: {name.removeprefix(model_name(''))}"
-                if problem := damage(where, self.of_rank(rank, name), crc):
-                    self._damaged[rank, name] = problem
+                self._mismatch(rank, name, row, crc)
+
+    def _mismatch(self, rank: int, name: str, row: np.ndarray, crc: int) -> None:
+        """Note that these bytes of a tensor have another checksum than is stated."""
+        where = f"{self._files[rank].name}: {name.removeprefix(model_name(''))}"
+        if problem := damage(where, self.of_rank(rank, name), crc):
+            self._damaged[rank, name] = problem
 
 
 class TensorOfAll(Sequence[TensorSource]):
@@ -215,6 +243,11 @@ class TensorOfAll(Sequence[TensorSource]):
         return self._entry.spec
 
     @property
+    def at(self) -> int:
+        """The offset in the files."""
+        return self._entry.start
+
+    @property
     def identity(self) -> Hashable:
         """Equal for sequences of the same bytes."""
         return self._entry.start, self._entry.spec, self._ranks
@@ -231,6 +264,7 @@ class TensorOfAll(Sequence[TensorSource]):
 class _JoinedRows:
     def __init__(self, tensors: TensorOfAll, start: int, nbytes: int) -> None:
         self._tensors, self._start, self.nbytes = tensors, start, nbytes
+        self.at = tensors.at
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         width = self._tensors.spec.nbytes

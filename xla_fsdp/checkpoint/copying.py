@@ -10,10 +10,10 @@ import os
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from xla_fsdp.checkpoint.checksum import (
     BLOCK,
@@ -305,22 +305,29 @@ class VerifiedBytes:
                 )
 
 
-def verified(
-    name: str, tensors: Mapping[str, TensorSource], recent: RecentBlocks
-) -> dict[str, TensorSource]:
-    """Return the same tensors; reading what is damaged raises ``CheckpointError``.
+class VerifiedTensors(Mapping[str, Any]):
+    """The same tensors; reading what is damaged raises ``CheckpointError``.
 
     Args:
         name: of their file, for messages.
-        tensors: by name.
+        tensors: by name; other values stay as they are.
         recent: as for ``VerifiedBytes``.
     """
-    return {
-        key: replace(tensor, data=VerifiedBytes(f"{name}: {key}", tensor, recent))
-        if tensor.checksum is not None and tensor.spec.nbytes
-        else tensor
-        for key, tensor in tensors.items()
-    }
+
+    def __init__(self, name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> None:
+        self._name, self._tensors, self._recent = name, tensors, recent
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._tensors[key]
+        if not isinstance(value, TensorSource) or value.checksum is None or not value.spec.nbytes:
+            return value
+        return replace(value, data=VerifiedBytes(f"{self._name}: {key}", value, self._recent))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def verifying(

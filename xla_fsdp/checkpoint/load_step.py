@@ -15,9 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from xla_fsdp.checkpoint.alike_files import AlikeFile, AlikeFiles
 from xla_fsdp.checkpoint.consistency import find_marker_problems
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
@@ -45,6 +47,7 @@ from xla_fsdp.checkpoint.reshard import (
     SourceCheckpoint,
     plan_read,
 )
+from xla_fsdp.checkpoint.safetensors_file import Entry
 from xla_fsdp.checkpoint.shard_files import (
     MODEL_PREFIX,
     Shard,
@@ -257,25 +260,24 @@ class RankFiles:
         self._recent = RecentBlocks(PARTLY_READ)
         self._like: Shard | None = None
         self._opened: dict[int, Shard] = {}
-        self._tensors: dict[int, dict[str, TensorSource]] = {}
-        self._order = {name: number for number, name in enumerate(self.tensors(first))}
+        self._specs = {name: tensor.spec for name, tensor in self.open(first).tensors()}
+        self._order = {name: number for number, name in enumerate(self._specs)}
 
     def shards(self) -> list[Shard]:
         """Return every rank's shard, without opening further files."""
-        names = list(self._tensors[self._first])
+        names = list(self._specs)
         model = {n.removeprefix(MODEL_PREFIX): n for n in names if n.startswith(MODEL_PREFIX)}
         others = {name: name for name in names if not name.startswith(MODEL_PREFIX)}
-        return [self._shard(rank, model, others) for rank in range(len(self._names))]
+        shards = [self._shard(rank, model, others) for rank in range(len(self._names))]
+        if len(shards) > 1 and isinstance(self._storage, LocalStorage):
+            # Reads of a remote store wait; they are made by many threads, for one tensor each.
+            shards[0] = replace(shards[0], alike=SmallTensors(self, self.file(self._first).entries))
+        return shards
 
     def open(self, rank: int) -> Shard:
-        """Return the shard in a rank's file."""
-        self.tensors(rank)
-        return self._opened[rank]
-
-    def tensors(self, rank: int) -> dict[str, TensorSource]:
-        """Return the tensors of a rank's file, which is opened on the first call."""
+        """Return the shard in a rank's file, which is opened on the first call."""
         with self._lock:
-            if rank not in self._tensors:
+            if rank not in self._opened:
                 name = self._names[rank]
                 at, size = self._attempt.file(name), self._marker.files[name].nbytes
                 source = checked_source(self._storage, at, size, self._sizes.get(name))
@@ -283,13 +285,21 @@ class RankFiles:
                 self._like = self._like or shard
                 raise_if(find_marker_problems(shard, self._marker))
                 self._opened[rank] = verified_shard(shard, self._recent)
-                self._tensors[rank] = dict(self._opened[rank].tensors())
-            return self._tensors[rank]
+            return self._opened[rank]
+
+    def file(self, rank: int) -> AlikeFile:
+        """Return the bytes of a rank's file, and where its tensors are."""
+        file = self.open(rank).file
+        assert file is not None  # as of all safetensors files
+        return file
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def tensor(self, rank: int, name: str) -> TensorSource:
         """Return a tensor of a rank's file, assuming the dtype and shape it has in the first file;
         the file is opened, and the assumption checked, when the tensor is read."""
-        spec = self._tensors[self._first][name].spec
+        spec = self._specs[name]
         return TensorSource(spec, _TensorOfRank(self, rank, name, spec, self._order[name]))
 
     def source(self, rank: int) -> str:
@@ -321,6 +331,42 @@ class _TensorsOfRank(Mapping[str, TensorSource]):
         return len(self._names)
 
 
+class SmallTensors(AlikeFiles):
+    """Small tensors are read for all ranks that are needed at once; one that is damaged, and those
+    of a file that is laid out otherwise, each for itself."""
+
+    def __init__(self, files: RankFiles, entries: Mapping[str, Entry]) -> None:
+        super().__init__(entries, _Files(files))
+        self._of_ranks = files
+
+    def of_rank(self, rank: int, name: str) -> TensorSource:
+        """As of ``AlikeFiles``; opens no file."""
+        return self._of_ranks.tensor(rank, name)
+
+    def rows(self, name: str, ranks: range) -> np.ndarray:
+        """As of ``AlikeFiles``; raises ``CheckpointError`` if a tensor is damaged."""
+        if all(self._of_ranks.file(rank).entries is self._entries for rank in ranks):
+            return super().rows(name, ranks)
+        rows = np.empty((len(ranks), self._entries[name].spec.nbytes), np.uint8)
+        for rank, row in zip(ranks, rows, strict=True):
+            self.of_rank(rank, name).data.read_into(0, row.data)
+        return rows
+
+    def _mismatch(self, rank: int, name: str, row: np.ndarray, crc: int) -> None:
+        self.of_rank(rank, name).data.read_into(0, row.data)  # raises
+
+
+class _Files(Sequence[AlikeFile]):
+    def __init__(self, files: RankFiles) -> None:
+        self._files = files
+
+    def __getitem__(self, index: Any) -> Any:  # of a rank; nobody slices it
+        return self._files.file(index)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
 class _TensorOfRank:
     def __init__(
         self, files: RankFiles, rank: int, name: str, spec: TensorSpec, order: int
@@ -329,7 +375,7 @@ class _TensorOfRank:
         self._files, self._rank, self._name, self._spec = files, rank, name, spec
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        tensor = self._files.tensors(self._rank).get(self._name)
+        tensor = self._files.open(self._rank).tensor(self._name)
         if tensor is None or tensor.spec != self._spec:
             raise CheckpointError(
                 f"{self._files.source(self._rank)}: {self._name} is "

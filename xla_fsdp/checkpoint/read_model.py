@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from xla_fsdp.checkpoint.checksum import is_checksum
-from xla_fsdp.checkpoint.copying import verified
+from xla_fsdp.checkpoint.copying import VerifiedTensors
 from xla_fsdp.checkpoint.errors import CheckpointError, listed, raise_if, shown
 from xla_fsdp.checkpoint.model_files import CHECKSUMS
 from xla_fsdp.checkpoint.safetensors_file import read_header, tensor_of
@@ -57,7 +57,7 @@ def open_model(path: str | os.PathLike[str]) -> dict[str, TensorSource]:
         own = _of_safetensors(file) if file.endswith(SAFETENSORS) else _of_torch(file)
         if twice := tensors.keys() & own.keys():
             raise CheckpointError(f"{file}: has {min(twice)}, which another file of {where} has")
-        tensors |= verified(file, own, recent)
+        tensors |= VerifiedTensors(file, own, recent)
     return tensors
 
 

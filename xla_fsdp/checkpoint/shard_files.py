@@ -19,7 +19,7 @@ from weakref import finalize
 
 from xla_fsdp.checkpoint.alike_files import AlikeFile, AlikeFiles, FileTensors, Moved
 from xla_fsdp.checkpoint.checksum import digest, is_checksum, written
-from xla_fsdp.checkpoint.copying import Verifier, verified, verifying
+from xla_fsdp.checkpoint.copying import VerifiedTensors, Verifier, verifying
 from xla_fsdp.checkpoint.errors import CheckpointError, listed, prefixed
 from xla_fsdp.checkpoint.format import (
     OF_RANK,
@@ -105,6 +105,13 @@ class Shard:
                 yield model_name(key), value
         yield from self.optimizer.items()
         yield from self.others.items()
+
+    def tensor(self, name: str) -> TensorSource | None:
+        """Return a tensor by its name in a file; None if there is none."""
+        key = name.removeprefix(MODEL_PREFIX)
+        if key != name:
+            return self.state_dict.get(key)
+        return self.optimizer.get(name) or self.others.get(name)
 
     def states(self, key: str, record: StateRecord) -> dict[str, StateEntry]:
         """Return the optimizer states of ``key``, whose record is ``record``."""
@@ -348,7 +355,10 @@ class SafetensorsLayout(Layout):
             data = header_bytes(file)
         except CheckpointError as error:
             raise prefixed(error, name) from error
-        fixed, (*ranks, values), checksums = _divided(data)
+        try:
+            fixed, (*ranks, values), checksums = _divided(data)
+        except (ValueError, RecursionError):  # damaged; reading all of it tells how
+            return None
         moved = Moved(file, len(data) - self._header.data_start)
         if fixed != self._fixed or moved.nbytes != self._header.file_size:
             return None
@@ -587,12 +597,11 @@ def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:
 
 def verified_shard(shard: Shard, recent: RecentBlocks) -> Shard:
     """Return the same shard; reading what is damaged raises ``CheckpointError``."""
-    model = {k: v for k, v in shard.state_dict.items() if isinstance(v, TensorSource)}
     return replace(
         shard,
-        state_dict={**shard.state_dict, **verified(shard.source, model, recent)},
-        optimizer=verified(shard.source, shard.optimizer, recent),
-        others=verified(shard.source, shard.others, recent),
+        state_dict=VerifiedTensors(shard.source, shard.state_dict, recent),
+        optimizer=VerifiedTensors(shard.source, shard.optimizer, recent),
+        others=VerifiedTensors(shard.source, shard.others, recent),
     )
 
 
@@ -653,7 +662,8 @@ def _verifying_each(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier
 
 def _verifying_alike(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
     """As ``verifying_shards``; small tensors are read, and verified, for all ranks together."""
-    alike = AlikeFiles([shard.file for shard in shards if shard.file is not None])
+    files = [shard.file for shard in shards if shard.file is not None]
+    alike = AlikeFiles(files[0].entries, files)
     same, verifiers = _verifying_each(shards[:1])
     same[0] = replace(same[0], alike=alike)
     for rank, shard in enumerate(shards[1:], 1):

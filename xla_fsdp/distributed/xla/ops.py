@@ -15,6 +15,7 @@ import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
+import torch_xla.utils.serialization as serialization
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -630,16 +631,21 @@ def refuse_reduce_gradients_of(is_sharded: Callable[[Any], bool]) -> None:
 
 @functools.cache
 def before_master_saves(check: Callable[[Any], None]) -> None:
-    """Let ``xm.save`` call ``check`` with the object first where it writes that of one rank."""
-    original = xm.save
+    """Let torch_xla's ``save`` functions call ``check`` with the object first where they write that
+    of one rank."""
+    module: Any
+    for module in (xm, serialization):
+        module.save = _checked_save(module.save, check)
 
+
+def _checked_save(original: Callable[..., None], check: Callable[[Any], None]) -> Any:
     @functools.wraps(original)
-    def save(data: Any, file_or_path: Any, master_only: bool = True, *args: Any, **kw: Any) -> None:
-        if master_only:
+    def save(data: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("master_only", args[1] if args[1:] else True):
             check(data)
-        original(data, file_or_path, master_only, *args, **kw)
+        original(data, *args, **kwargs)
 
-    xm.save = save
+    return save
 
 
 _WOULD_MIX = (

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch_xla
+import torch_xla.core.functions as functions
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
@@ -79,6 +80,10 @@ class RankRuntime:
 
     def expect_on_all_ranks(self, fact: Callable[[], str]) -> None:
         """Fail the run unless ``fact`` returns the same on all ranks; only CPU ranks check it."""
+
+    def compares_facts(self) -> bool:
+        """Return whether ``expect_on_all_ranks`` does anything."""
+        return False
 
     def executes(self) -> bool:
         """Return whether programs are executed; those of fake ranks are not."""
@@ -646,6 +651,21 @@ def _checked_save(original: Callable[..., None], check: Callable[[Any], None]) -
         original(data, *args, **kwargs)
 
     return save
+
+
+@functools.cache
+def before_gather_with_gradient(call: Callable[[], None]) -> None:
+    """Let ``torch_xla.core.functions.all_gather`` call ``call`` where it is to be differentiated
+    on several ranks."""
+    gather: Any = functions.AllGather
+    original = gather.forward
+
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        if ctx.needs_input_grad[0] and world_size() > 1:
+            call()
+        return cast(Tensor, original(ctx, *args))
+
+    gather.forward = staticmethod(forward)
 
 
 _WOULD_MIX = (

@@ -79,6 +79,7 @@ PUBLIC = {
         register_fsdp_forward_method
         save_checkpoint scan_blocks set_model_state_dict set_optimizer_state_dict set_state_dict
     """,
+    "xla_fsdp.distributed": "all_gather",
     "xla_fsdp.wrap": """
         Policy always_wrap_policy lambda_auto_wrap_policy size_based_auto_wrap_policy
         transformer_auto_wrap_policy

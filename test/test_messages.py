@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,27 @@ def shards_on_one_rank(rank: int, folder: str) -> None:
         torch.save({"model": model.state_dict()}, f"{folder}/one.pth")
 
 
+def shards_in_safetensors(rank: int, folder: str) -> None:
+    from safetensors.torch import save_file
+
+    model = sharded()
+    if rank == 0:
+        save_file(model.state_dict(), f"{folder}/one.safetensors")
+
+
+def shards_pickled(rank: int, folder: str) -> None:
+    model = sharded()
+    if rank == 0:
+        with Path(folder, "one.pickle").open("wb") as file:
+            pickle.dump({"model": model.state_dict()}, file)
+
+
+def shards_saved_by_the_serializer(rank: int, folder: str) -> None:
+    import torch_xla.utils.serialization as xser
+
+    xser.save(sharded().state_dict(), f"{folder}/model.xser", master_only=True)
+
+
 def shards_in_one_file(rank: int, folder: str) -> None:
     model = sharded()
     content = {"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}
@@ -128,6 +150,9 @@ MISTAKES: dict[Callable[..., None], tuple[str, ...]] = {
     unknown: ("XlaFullyShardedDataParallel has no option zero; there are auto_wrap_policy,",),
     saved_on_one_rank: ("inside `if rank == 0:` (save_checkpoint,",),
     shards_on_one_rank: ("rank 0's shards", "xla_fsdp.full_state_dict(model), which all ranks"),
+    shards_in_safetensors: ("safetensors.torch was given", "rank 0's shards", "save_checkpoint"),
+    shards_pickled: ("pickle.dump was given", "rank 0's shards", "save_checkpoint"),
+    shards_saved_by_the_serializer: ("others' shards are lost", "full_state_dict"),
     shards_in_one_file: ("one would be lost", "save_checkpoint(folder, model", "-{rank}.pth"),
     shards_as_the_model: ("others' shards are lost", "full_state_dict", "master_only=False"),
     read_on_one_rank: ("no collective on ranks [0]", "loss.item()"),

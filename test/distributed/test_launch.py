@@ -1141,10 +1141,80 @@ def models_that_differ(rank: int) -> None:
     torch_xla.sync()
 
 
-def test_models_that_differ_between_ranks_are_refused() -> None:
-    with pytest.raises(ChildError, match="seed and build under one_rank_at_a_time") as caught:
-        run_on_ranks(models_that_differ, 2)
-    assert "sharding of weight with checksum" in caught.value.stderr
+def last_rows_that_differ(rank: int) -> None:
+    import torch
+    import torch_xla
+
+    from xla_fsdp import fully_shard
+
+    table = torch.nn.Embedding(5000, 2)
+    with torch.no_grad():
+        table.weight.fill_(0)
+        table.weight[-1] = rank
+    fully_shard(table)
+    torch_xla.sync()
+
+
+def wrap_on_device(rank: int) -> None:
+    import torch
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    torch_xla.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(3, 3, device=torch_xla.device()))
+    XlaFullyShardedDataParallel(model)
+    raise AssertionError("the ranks have not met")
+
+
+def wrap_on_device_of_processes(rank: int) -> None:
+    """Wrap where ranks are processes, which compare by a collective."""
+    from xla_fsdp.distributed.xla.cpu_rank_patches import _CpuRanks
+
+    _CpuRanks.compares_facts = lambda self: False
+    wrap_on_device(rank)
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (models_that_differ, "sharding of weight with checksum"),
+        (models_that_differ, "seed and build under one_rank_at_a_time"),
+        (last_rows_that_differ, "sharding of weight with checksum"),
+        (wrap_on_device, "sharding of 1.weight with checksum"),
+        (wrap_on_device, "call torch_xla.manual_seed(0) before they build, as torch.manual_seed"),
+        (wrap_on_device_of_processes, "1.weight, 1.bias have not the same values on all ranks"),
+    ],
+)
+def test_models_that_differ_between_ranks_are_refused(fn: Any, said: str) -> None:
+    assert said in refusal_of(fn)
+
+
+@functools.cache
+def refusal_of(fn: Any) -> str:
+    with pytest.raises(ChildError) as caught:
+        run_on_ranks(fn, 2)
+    return str(caught.value.stderr)
+
+
+def alike_on_device(rank: int, compares_facts: bool) -> None:
+    import torch
+    import torch_xla
+
+    from xla_fsdp import fully_shard
+    from xla_fsdp.distributed.xla.cpu_rank_patches import _CpuRanks
+
+    _CpuRanks.compares_facts = lambda self: compares_facts
+    torch.manual_seed(3)
+    torch_xla.manual_seed(3)
+    kinds = (torch.float32, torch.bfloat16, torch.float64)
+    layers = [torch.nn.Linear(3, 3, device=torch_xla.device(), dtype=each) for each in kinds]
+    fully_shard(torch.nn.Sequential(*layers, torch.nn.Linear(3, 3)))
+
+
+@pytest.mark.parametrize("compares_facts", [True, False])
+def test_equal_models_on_devices_and_the_host_are_sharded(compares_facts: bool) -> None:
+    run_on_ranks(alike_on_device, 2, compares_facts)
 
 
 # ---------------------------------------------------------------- the tests' own processes

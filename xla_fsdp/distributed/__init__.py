@@ -1,1 +1,5 @@
 """Ranks: meshes, the torus, shard layout, collectives, and launching."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -19,7 +19,7 @@ from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import attach, mark_state_dicts
 from xla_fsdp.fsdp.engine.param import view_state_dicts
 from xla_fsdp.fsdp.fsdp_module import class_for
-from xla_fsdp.fsdp.init.build import build_unit, communicate, freeing_unsharded
+from xla_fsdp.fsdp.init.build import build_unit, communicate, sharding
 from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable, refuse_subclasses
 from xla_fsdp.wrap import Ignored
 
@@ -115,7 +115,7 @@ def fully_shard(
         if shard_placement_fn is not None:
             params = [param for *_, param in managed.parameters()]
             dims = {id(param): _dim(shard_placement_fn(param), param) for param in params}
-        with freeing_unsharded(managed, config):
+        with sharding(managed, config, communication):
             states = build_unit(managed, config, communication, dims=dims)
             for root, state in zip(roots, states, strict=True):
                 root.__class__ = class_for(root.__class__)

@@ -30,7 +30,7 @@ from xla_fsdp.fsdp.init.build import (
     broadcast_values,
     build_unit,
     communicate,
-    freeing_unsharded,
+    sharding,
 )
 from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable, refuse_subclasses
 from xla_fsdp.fsdp.init.meta_init import materialize
@@ -376,7 +376,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
             origins = materialize(managed, param_init_fn) if managed.on_meta else {}
             if fsdp1.sync_module_states:
                 broadcast_values(managed, communication)
-            with freeing_unsharded(managed, config):
+            with sharding(managed, config, communication):
                 [state] = build_unit(managed, config, communication, origins=origins)
                 super().__init__(module, state)
             self.xla_device = state.unit.device

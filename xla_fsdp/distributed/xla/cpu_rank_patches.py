@@ -135,6 +135,9 @@ class _CpuRanks(PatchedRuntime):
     def expect_on_all_ranks(self, fact: Callable[[], str]) -> None:
         self._run.expect(index_of(ops.device()), fact())
 
+    def compares_facts(self) -> bool:
+        return True
+
     def run_together(
         self, run: Callable[[], list[Tensor]], prepare: Callable[[], None] | None = None
     ) -> list[Tensor]:

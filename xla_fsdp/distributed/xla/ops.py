@@ -12,9 +12,11 @@ from typing import Any, cast
 
 import torch
 import torch_xla
+import torch_xla.core.functions as functions
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
+import torch_xla.utils.serialization as serialization
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -78,6 +80,10 @@ class RankRuntime:
 
     def expect_on_all_ranks(self, fact: Callable[[], str]) -> None:
         """Fail the run unless ``fact`` returns the same on all ranks; only CPU ranks check it."""
+
+    def compares_facts(self) -> bool:
+        """Return whether ``expect_on_all_ranks`` does anything."""
+        return False
 
     def executes(self) -> bool:
         """Return whether programs are executed; those of fake ranks are not."""
@@ -630,16 +636,36 @@ def refuse_reduce_gradients_of(is_sharded: Callable[[Any], bool]) -> None:
 
 @functools.cache
 def before_master_saves(check: Callable[[Any], None]) -> None:
-    """Let ``xm.save`` call ``check`` with the object first where it writes that of one rank."""
-    original = xm.save
+    """Let torch_xla's ``save`` functions call ``check`` with the object first where they write that
+    of one rank."""
+    module: Any
+    for module in (xm, serialization):
+        module.save = _checked_save(module.save, check)
 
+
+def _checked_save(original: Callable[..., None], check: Callable[[Any], None]) -> Any:
     @functools.wraps(original)
-    def save(data: Any, file_or_path: Any, master_only: bool = True, *args: Any, **kw: Any) -> None:
-        if master_only:
+    def save(data: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("master_only", args[1] if args[1:] else True):
             check(data)
-        original(data, file_or_path, master_only, *args, **kw)
+        original(data, *args, **kwargs)
 
-    xm.save = save
+    return save
+
+
+@functools.cache
+def before_gather_with_gradient(call: Callable[[], None]) -> None:
+    """Let ``torch_xla.core.functions.all_gather`` call ``call`` where it is to be differentiated
+    on several ranks."""
+    gather: Any = functions.AllGather
+    original = gather.forward
+
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        if ctx.needs_input_grad[0] and world_size() > 1:
+            call()
+        return cast(Tensor, original(ctx, *args))
+
+    gather.forward = staticmethod(forward)
 
 
 _WOULD_MIX = (

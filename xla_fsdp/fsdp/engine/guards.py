@@ -99,6 +99,7 @@ def install() -> None:
     """Install the guards once; check optimizers again, as a new unit was made."""
     with _installing:
         ops.refuse_reduce_gradients_of(_is_part)
+        ops.before_gather_with_gradient(_warn_of_gather)
         _optimizer_guard.forget()
         if _optimizer_guard.register():
             _replace("clip_grad_norm_", _refuse_shards)
@@ -109,6 +110,15 @@ def install() -> None:
             parametrize.register_parametrization = _of_full_parameters(
                 parametrize.register_parametrization
             )
+
+
+def _warn_of_gather() -> None:
+    warnings.warn(
+        "torch_xla.core.functions.all_gather is differentiated: its backward returns this rank's "
+        "slice of this rank's gradient, and leaves out those of the other ranks' losses. Write "
+        "xla_fsdp.distributed.all_gather(x, dim), whose backward sums them",
+        stacklevel=5,  # the caller of all_gather, which calls an autograd function
+    )
 
 
 def is_guard(hook: Any) -> bool:

@@ -6,8 +6,11 @@ the mark that ``load_hooks`` puts into its metadata, which files keep.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -32,8 +35,11 @@ _INSTEAD = (
 
 
 def install() -> None:
-    """Put the guards around torch's and torch_xla's functions."""
+    """Put the guards around functions that write state dicts, and around torch's that load them."""
     torch.save = _guarded_save(torch.save)
+    for name in ("dump", "dumps"):
+        setattr(pickle, name, _warned(f"pickle.{name}", getattr(pickle, name)))
+    _warn_in_safetensors()
     ops.before_master_saves(_refuse_master_save)
     nn.Module.load_state_dict = _explained(nn.Module.load_state_dict)  # type: ignore[method-assign]
     _refuse_ddp()
@@ -45,17 +51,42 @@ def _guarded_save(original: Callable[..., Any]) -> Callable[..., Any]:
         if _holds_shards(obj) and ops.world_size() > 1:
             if isinstance(f, str | os.PathLike):
                 _refuse_shared_file(os.path.abspath(f))
-            if not (isinstance(obj, Mapping) and METADATA in obj):
-                warnings.warn(
-                    f"torch.save was given a state dict of rank {ops.rank()}'s shards, which is "
-                    f"not the model: files like it, one of each rank, can be loaded on as many "
-                    f"ranks, and not be merged. {_INSTEAD}. To merge files of shards later, save "
-                    f"model.get_shard_metadata() with them, as {METADATA!r}",
-                    stacklevel=2,
-                )
+            _warn("torch.save", obj)
         return original(obj, f, *args, **kwargs)
 
     return save
+
+
+def _warned(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``original``, which writes its first argument, warn of shards."""
+
+    @functools.wraps(original)
+    def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if _holds_shards(obj) and ops.world_size() > 1:
+            _warn(name, obj)
+        return original(obj, *args, **kwargs)
+
+    return save
+
+
+def _warn_in_safetensors() -> None:
+    # Not around save_file and save, which scripts have imported by name before. Which of these
+    # they call depends on the version.
+    with contextlib.suppress(ModuleNotFoundError):
+        module = importlib.import_module("safetensors.torch")
+        for name in {"_flatten", "_flatten_as_ptr"} & set(vars(module)):
+            setattr(module, name, _warned("safetensors.torch", getattr(module, name)))
+
+
+def _warn(name: str, obj: Any) -> None:
+    if not (isinstance(obj, Mapping) and METADATA in obj):
+        warnings.warn(
+            f"{name} was given a state dict of rank {ops.rank()}'s shards, which is not the model: "
+            f"files like it, one of each rank, can be loaded on as many ranks, and not be merged. "
+            f"{_INSTEAD}. To merge files of shards later, save model.get_shard_metadata() with "
+            f"them by torch.save, as {METADATA!r}",
+            stacklevel=3,
+        )
 
 
 def _refuse_shared_file(path: str) -> None:
@@ -73,9 +104,9 @@ def _refuse_shared_file(path: str) -> None:
 def _refuse_master_save(obj: Any) -> None:
     if _holds_shards(obj) and ops.world_size() > 1:
         raise ValueError(
-            "xm.save was given a state dict of shards. It writes that of the first rank only, as "
-            f"if it were the model, and the others' shards are lost. {_INSTEAD}. For a file of "
-            "each rank pass master_only=False and a path with the rank in it"
+            "torch_xla's save was given a state dict of shards. It writes that of the first rank "
+            f"only, as if it were the model, and the others' shards are lost. {_INSTEAD}. For a "
+            "file of each rank pass master_only=False and a path with the rank in it"
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, shard_multiple
 from xla_fsdp.distributed.xla import ops
+from xla_fsdp.distributed.xla.host import settle
 from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
@@ -47,6 +47,7 @@ from xla_fsdp.fsdp.engine.param import (
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.managed import ManagedModules
+from xla_fsdp.fsdp.init.peer_values import note_values
 from xla_fsdp.fsdp.init.unit_names import turn_on_if_asked
 
 
@@ -142,14 +143,17 @@ def build_unit(
 
 
 @contextlib.contextmanager
-def freeing_unsharded(managed: ManagedModules, config: FSDPConfig) -> Iterator[None]:
+def sharding(
+    managed: ManagedModules, config: FSDPConfig, communication: Communication
+) -> Iterator[None]:
     """Compute the shards that the block makes when it ends, so that the unsharded parameters of
-    ``managed`` on the device are freed."""
+    ``managed`` on the device are freed; compare these between ranks."""
     params = [param for *_, param in managed.parameters()]
     on_device: list[weakref.ref[Tensor]] = [
         weakref.ref(param) for param in params if param.device.type == "xla"
     ]
     del params
+    compare = note_values(managed, communication)
     yield
     # Shards of parameters on the host are cut there: nothing waits to be computed.
     if config.execute_sharding_on_init and on_device:
@@ -158,6 +162,9 @@ def freeing_unsharded(managed: ManagedModules, config: FSDPConfig) -> Iterator[N
         if any(ops.referent(each) is not None for each in on_device):
             collect_garbage()
         ops.sync()
+    compare()
+    if config.execute_sharding_on_init and on_device and ops.runtime().compares_facts():
+        settle()  # nothing is pending: CPU ranks meet, and are told if values differ
 
 
 def _refuse_tensor_parallel_axis(managed: ManagedModules, config: FSDPConfig) -> None:
@@ -185,9 +192,6 @@ def _smaller_group_size(config: FSDPConfig, num_ranks: int) -> int | None:
 
 
 # ---------------------------------------------------------------- shards and buffers
-
-# Number of a tensor's first values to compare between ranks: enough to detect different seeds.
-CHECKED_VALUES = 4096
 
 
 def shard_parameters(
@@ -335,7 +339,6 @@ class _Sharder:
         tensors, originals = [tensor for tensor, _ in parts], [original for _, original in parts]
         dim = self.dims.get(id(tensors[0]), 0)
         layout, row_shape = self._layout([original.shape for original in originals], dim)
-        self._compare_with_peers(tensors, originals)
         rank = self.communication.shards.rank
         shard = make_shard(tensors, layout, rank, self.device, row_shape, dim)
         home = self.home if self.config.flatten_parameters else None
@@ -400,18 +403,6 @@ class _Sharder:
             groups.setdefault(kind, []).append(part)
         return [groups[key] for key in sorted(groups)]
 
-    def _compare_with_peers(
-        self, tensors: Sequence[Tensor], originals: Sequence[OriginalParam]
-    ) -> None:
-        """Check that all ranks build the same parameters: CPU ranks share one random number
-        generator, so models that they seed and build at the same time differ."""
-        if not self.communication.covers_all:
-            return  # groups may hold different parts of a model
-        for tensor, original in zip(tensors, originals, strict=True):
-            if tensor.device.type == "cpu":
-                fact = partial(_sharding_of, original.names[0], tensor)
-                ops.runtime().expect_on_all_ranks(fact)
-
     def _compute_dtype(self, original: OriginalParam) -> torch.dtype | None:
         statistics = _statistics_dtype(original.owners[0].module, self.config)
         return statistics or self.config.compute_dtype
@@ -428,18 +419,6 @@ class _Sharder:
             return ShardLayout(size, num_shards, row_shape.numel()), row_shape
         multiple = LANES if flat else shard_multiple(shapes[0], num_shards)
         return ShardLayout(size, num_shards, multiple), ()
-
-
-def _sharding_of(name: str, tensor: Tensor) -> str:
-    return (
-        f"sharding of {name} with checksum {_checksum(tensor):08x} (equal on all ranks if they "
-        f"seed and build under one_rank_at_a_time())"
-    )
-
-
-def _checksum(tensor: Tensor) -> int:
-    head = tensor.detach().reshape(-1)[:CHECKED_VALUES].contiguous()
-    return zlib.crc32(head.view(torch.uint8).numpy().tobytes())
 
 
 def _originals(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:

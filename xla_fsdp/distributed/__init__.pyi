@@ -1,0 +1,1 @@
+from .gather import all_gather as all_gather

@@ -1,0 +1,115 @@
+"""Compare the values of parameters between ranks, before each rank keeps its own part of them.
+
+Ranks that build their models with different random numbers would train a mixture of them. CPU ranks
+share one generator, and a device's is not seeded by ``torch.manual_seed``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from xla_fsdp.distributed.collectives import Communication
+from xla_fsdp.distributed.xla import ops
+from xla_fsdp.fsdp.engine.param import is_sharded, known_shard
+from xla_fsdp.fsdp.init.managed import ManagedModules
+
+CHECKED_VALUES = 4096
+"""Number of the first, and of the last, values of a host tensor that are compared: enough to detect
+different seeds, also of rows that were appended."""
+
+
+@dataclass(frozen=True)
+class _Checksums:
+    """Checksums of parameters: int32 scalars, on the device each is on; host tensors first."""
+
+    names: list[str]
+    on_host: list[Tensor]
+    on_device: list[Tensor]
+
+    def what_to_do(self, at: int) -> str:
+        if at < len(self.on_host):
+            return "if they seed and build under one_rank_at_a_time()"
+        return (
+            "if they all call torch_xla.manual_seed(0) before they build, as torch.manual_seed "
+            "does not seed a device"
+        )
+
+
+def note_values(managed: ManagedModules, communication: Communication) -> Callable[[], None]:
+    """Compute checksums of the parameters that are not sharded yet, those of device tensors in the
+    next program.
+
+    Returns:
+        A function to call when that was executed. On CPU ranks it lets their next common program
+        fail if checksums differ; elsewhere it raises RuntimeError.
+    """
+    if not communication.covers_all or not ops.runtime().executes():
+        return lambda: None  # groups may hold different parts of a model
+    sums = _checksums(managed)
+    if not sums.names:
+        return lambda: None
+    if ops.runtime().compares_facts():
+        _expect(sums, 0, sums.on_host)
+        return partial(_expect, sums, len(sums.on_host), sums.on_device)
+    stacked = [torch.stack(each) for each in (sums.on_host, sums.on_device) if each]
+    own = torch.cat([each.to(ops.device()) for each in stacked])
+    return partial(_compare, sums, communication.everyone.all_gather(own.unsqueeze(0)))
+
+
+def _checksums(managed: ManagedModules) -> _Checksums:
+    params = {
+        name: param.detach()
+        for _, name, _, _, param in managed.parameters()
+        if not (param.is_meta or is_sharded(param) or known_shard(param))
+    }
+    on_host = {name: each for name, each in params.items() if each.device.type == "cpu"}
+    on_device = {name: each for name, each in params.items() if each.device.type == "xla"}
+    return _Checksums(
+        [*on_host, *on_device],
+        [_of_host_tensor(each) for each in on_host.values()],
+        [_of_device_tensor(each) for each in on_device.values()],
+    )
+
+
+def _of_host_tensor(tensor: Tensor) -> Tensor:
+    flat, crc = tensor.reshape(-1), 0
+    for end in (flat[:CHECKED_VALUES], flat[-CHECKED_VALUES:]):
+        crc = zlib.crc32(end.contiguous().view(torch.uint8).numpy().tobytes(), crc)
+    return torch.tensor(crc - 2**31, dtype=torch.int32)
+
+
+def _of_device_tensor(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_floating_point():
+        tensor = ops.bitcast(tensor.float(), torch.int32)
+    return tensor.sum(dtype=torch.int32)
+
+
+def _expect(sums: _Checksums, first: int, numbers: Sequence[Tensor]) -> None:
+    """Note checksums, those from number ``first`` on, as what all ranks must have."""
+    found = torch.stack(list(numbers)).tolist() if numbers else []
+    for at, number in enumerate(found, first):
+        fact = (
+            f"sharding of {sums.names[at]} with checksum {number % 2**32:08x} (equal on all ranks "
+            f"{sums.what_to_do(at)})"
+        )
+        ops.runtime().expect_on_all_ranks(partial(str, fact))
+
+
+def _compare(sums: _Checksums, of_all_ranks: Tensor) -> None:
+    by_rank = of_all_ranks.cpu()
+    wrong = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
+    if wrong:
+        names = [sums.names[at] for at in wrong]
+        raise RuntimeError(
+            f"{', '.join(names[:3])}{' and others' if names[3:] else ''} have not the same values "
+            f"on all ranks, and each rank would keep its part of another model. They are equal "
+            f"{sums.what_to_do(wrong[0])}; or pass sync_module_states=True"
+        )

@@ -40,10 +40,11 @@ class Reads(Enum):
     VALUES = auto()
 
 
-_SHAPE = frozenset(
+COUNTS = frozenset({"numel", "nelement", "nbytes"})
+
+_SHAPE = COUNTS | frozenset(
     {
-        "shape", "ndim", "nbytes", "size", "dim", "ndimension", "numel", "nelement", "stride",
-        "is_contiguous", "__len__",
+        "shape", "ndim", "size", "dim", "ndimension", "stride", "is_contiguous", "__len__",
     }
 )  # fmt: skip
 
@@ -111,14 +112,6 @@ _MIXING = frozenset(
         "tril_", "triu_", "index_fill_", "index_copy_", "index_add_", "index_put_", "scatter_",
     }
 )  # fmt: skip
-
-_DIMS = (Tensor.dim, Tensor.ndimension, Tensor.ndim.__get__)  # type: ignore[attr-defined]
-
-
-def asks_for_dims(func: Any) -> bool:
-    """Return whether ``func`` is a method or property that returns the number of dims."""
-    return func in _DIMS
-
 
 _MIXING_ALONE = frozenset({"max", "min"})  # of two tensors they are elementwise
 

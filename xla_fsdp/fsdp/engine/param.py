@@ -41,6 +41,7 @@ from xla_fsdp.fsdp.engine.param_guards import (
     COUNTS,
     GuardedShard,
     Reads,
+    held_shape,
     in_forward,
     mixes_elements,
     name_of,
@@ -402,9 +403,7 @@ class FSDPParam:
     @property
     def shard_shape(self) -> torch.Size:
         """Shape of the shard."""
-        # An UninitializedShard would answer with the shape of the unsharded parameter.
-        with torch._C.DisableTorchFunctionSubclass():
-            shape = self.slots.shard.shape
+        shape = held_shape(self.slots.shard)
         return shape if self.slots.part is None else shape[1:]
 
     @property
@@ -502,11 +501,11 @@ class FSDPParam:
 
     def _replace(self, new: Tensor, *, has_values: bool) -> None:
         old = self.slots.shard
-        if new.shape != old.shape:
+        if held_shape(new) != held_shape(old):
             raise ValueError(
-                f"{self.key} is on the meta device as a shard of shape {tuple(old.shape)}, and was "
-                f"given a tensor of shape {tuple(new.shape)}; give it this rank's shard "
-                f"(distribute_tensor), or memory first (to_empty) and then full tensors"
+                f"{self.key} is on the meta device as a shard of shape {tuple(held_shape(old))}, "
+                f"and was given a tensor of shape {tuple(held_shape(new))}; give it this rank's "
+                f"shard (distribute_tensor), or memory first (to_empty) and then full tensors"
             )
         kind = ShardParameter if has_values else UninitializedShard
         # A copy: torch_xla would trace what is computed from an alias from its earlier values.

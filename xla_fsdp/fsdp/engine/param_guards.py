@@ -85,6 +85,18 @@ def name_of(func: Any) -> str:
     return name
 
 
+def held_shape(param: Tensor) -> torch.Size:
+    """Return the shape of what this rank holds of a parameter: that of its data, not that of the
+    whole parameter, which shards answer outside of optimizers' steps."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.shape
+
+
+def held_bytes(param: Tensor) -> int:
+    """Return the bytes of what this rank holds of a parameter."""
+    return held_shape(param).numel() * param.dtype.itemsize
+
+
 def without_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor that has a shape and no memory."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")

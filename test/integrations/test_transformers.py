@@ -116,7 +116,9 @@ def whole_job(directory: Path, num_ranks: int) -> Whole:
         losses=logged(trainer, "loss"),
         norms=logged(trainer, "grad_norm"),
         state=full(trainer),
-        sharded={name: param.numel() for name, param in trainer.model.named_parameters()},
+        sharded={
+            name: param.to_local().numel() for name, param in trainer.model.named_parameters()
+        },
         evaluated=trainer.evaluate()["eval_loss"],
         generated=generated.cpu().tolist(),
     )

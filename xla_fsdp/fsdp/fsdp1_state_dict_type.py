@@ -36,9 +36,9 @@ from xla_fsdp.fsdp.state_dict.model import (
 from xla_fsdp.fsdp.state_dict.optim_api import (
     cut_optim_state_dict,
     load_optim_state_dict,
-    optim_state_dict,
     sharded_optim_state_dict,
 )
+from xla_fsdp.fsdp.state_dict.optim_api import optim_state_dict as full_optim_state_dict
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 LOCAL = StateDictType.LOCAL_STATE_DICT
@@ -136,18 +136,32 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
             return load(self, state_dict, strict)
 
     @staticmethod
-    def optim_state_dict(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: Mapping[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
         """Return the optimizer's state by names of parameters: of the original model, or of this
         rank's shards if SHARDED or LOCAL was chosen. Every rank must call it.
+
+        Args:
+            model: the sharded model.
+            optim: the optimizer of its parameters.
+            optim_state_dict: what ``optim.state_dict()`` returned on this rank, to convert in the
+                place of the present state.
+            group: has no effect, as the mesh says who shares a parameter.
 
         Raises:
             ValueError: as ``xla_fsdp.optim_state_dict``.
         """
+        if optim_state_dict is not None:
+            optim = _with_state(optim, optim_state_dict)
         chosen = _wrappers(model)[0]._chosen
         if chosen is not None and chosen.state_dict_type is not FULL:
             return sharded_optim_state_dict(model, optim)
         only = chosen is not None and _rank0_only(chosen.optim_state_dict_config)
-        return optim_state_dict(model, optim, rank0_only=only)
+        return full_optim_state_dict(model, optim, rank0_only=only)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -156,6 +170,7 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
         optim_state_dict: Mapping[str, Any],
         is_named_optimizer: bool = False,
         load_directly: bool = False,
+        group: Any = None,
     ) -> dict[str, Any]:
         """Convert the result of ``optim_state_dict`` to the argument of ``optim.load_state_dict``.
 
@@ -167,6 +182,7 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
             optim_state_dict: a full one, from any number of ranks, or one of this rank's shards.
             is_named_optimizer: must be False: parameters have numbers in torch's optimizers.
             load_directly: load it into ``optim``, too.
+            group: has no effect, as in ``optim_state_dict``.
 
         Raises:
             ValueError: with every name, group or shape that does not fit.
@@ -194,6 +210,19 @@ def unchosen(module: nn.Module) -> Iterator[None]:
     finally:
         for wrapper, settings in before:
             wrapper._chosen = settings
+
+
+def _with_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Optimizer:
+    """Return a stand-in for ``optimizer`` that has the state of one of its state dicts."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found: Any = object.__new__(type(optimizer))
+    vars(found).update(vars(optimizer))
+    found.state = {params[number]: entries for number, entries in state_dict["state"].items()}
+    found.param_groups = [
+        {**options, "params": own["params"]}
+        for own, options in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    ]
+    return found
 
 
 def _wrappers(module: nn.Module) -> list[StateDictTypes]:

@@ -59,6 +59,7 @@ from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.host import exchange
 from xla_fsdp.fsdp.engine.module_state import reshard_units
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.stacked_params import HostCopies
 from xla_fsdp.fsdp.fsdp1_state_dict_type import unchosen
 from xla_fsdp.fsdp.module_base import ShardedModule
@@ -253,7 +254,7 @@ class TrainState:
             own = {key: dict(s) for key, s in states.items() if key not in loaded.model}
         states = {
             key: {
-                name: replace(entry, value=entry.value.reshape(self.params[key].shape))
+                name: replace(entry, value=entry.value.reshape(held_shape(self.params[key])))
                 if entry.kind is StateKind.SHARD
                 else entry
                 for name, entry in entries.items()

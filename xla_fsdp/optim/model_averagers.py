@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param import is_sharded
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.optim.distributed_optimizer import DelegatingOptimizer
 from xla_fsdp.optim.high_precision import masters_of
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
@@ -288,19 +289,20 @@ def _average_in_place(tensors: Sequence[Tensor], groups: Groups) -> None:
             continue
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         average = ops.all_reduce("sum", flat / size, groups)
-        numels = [tensor.numel() for tensor in bucket]
+        numels = [held_shape(tensor).numel() for tensor in bucket]
         for tensor, numel, start in zip(
             bucket, numels, accumulate(numels, initial=0), strict=False
         ):
-            tensor.copy_(ops.cut(average, 0, start, numel).reshape(tensor.shape))
+            tensor.copy_(ops.cut(average, 0, start, numel).reshape(held_shape(tensor)))
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     small: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     large = []
     for tensor in tensors:
-        if tensor.numel() >= BUCKETED_BELOW:
+        numel = held_shape(tensor).numel()
+        if numel >= BUCKETED_BELOW:
             large.append([tensor])
-        elif tensor.numel():
+        elif numel:
             small[tensor.dtype].append(tensor)
     return [*small.values(), *large]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from test.common.in_place import grads, hidden, in_place, loss_of, most_apart, step
 from test.common.models import FEATURES, WIDTH
 from test.common.scenarios import Scenarios, make, message, rows, states
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 
 pytestmark = pytest.mark.slow
 scenarios = Scenarios(__name__)
@@ -120,7 +121,7 @@ def kept_after_backward(rank: int) -> dict[str, Any]:
     model = in_place(make())
     model.set_reshard_after_backward(False)
     first = step(model)
-    shown = tuple(model.blocks[0].up.weight.shape)
+    shown = tuple(held_shape(model.blocks[0].up.weight))
     model.reshard()
     with torch.no_grad():
         for param in (block._fsdp_unit.group.params[0].shard for block in model.blocks):

@@ -18,6 +18,7 @@ from test.common.in_place import grads, hidden, in_place, loss_of, most_apart, s
 from test.common.models import FEATURES, WIDTH, Net
 from test.common.scenarios import Scenarios, make, message, rows, states
 from test.common.warned import recorded_warnings
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 
 scenarios = Scenarios(__name__)
 result = scenarios.result
@@ -38,7 +39,7 @@ def what_it_makes(rank: int) -> dict[str, Any]:
         "names": [n for n, _ in model.named_parameters()]
         == [n for n, _ in plain.named_parameters()],
         "keys": list(model.state_dict()) == list(plain.state_dict()),
-        "shape": tuple(model.blocks[0].up.weight.shape),
+        "shape": tuple(held_shape(model.blocks[0].up.weight)),
         "slice": type(sequence[:1]).__name__,
         "equal": (plain(rows().cpu()) - model(rows()).cpu()).abs().max().item() < 1e-5,
         "states": states(model),
@@ -92,20 +93,20 @@ def unshard(rank: int) -> dict[str, Any]:
     plain = make()
     model = in_place(make(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     block = model.blocks[0]
-    found = {"sharded": tuple(block.up.weight.shape)}
+    found = {"sharded": tuple(held_shape(block.up.weight))}
     block.unshard()
-    found["full"] = (tuple(block.up.weight.shape), block.up.weight.dtype)
+    found["full"] = (tuple(held_shape(block.up.weight)), block.up.weight.dtype)
     weight = block.up.weight.float().cpu()
     found["value"] = torch.equal(weight, plain.blocks[0].up.weight.bfloat16().float())
-    found["others"] = tuple(model.blocks[1].up.weight.shape)
+    found["others"] = tuple(held_shape(model.blocks[1].up.weight))
     found["state dict"] = tuple(model.state_dict()["blocks.0.up.weight"].shape)
     block.unshard()
     block.reshard()
-    found["again"] = tuple(block.up.weight.shape)
+    found["again"] = tuple(held_shape(block.up.weight))
     handle = block.unshard(async_op=True)
-    found["before wait"] = tuple(block.up.weight.shape)
+    found["before wait"] = tuple(held_shape(block.up.weight))
     handle.wait()
-    found["after wait"] = tuple(block.up.weight.shape)
+    found["after wait"] = tuple(held_shape(block.up.weight))
     (block.up.weight.float().sum() * 3).backward()
     block.reshard()
     found["gradient"] = to_host([block.up.weight.grad])[0].unique().tolist()

@@ -9,6 +9,7 @@ from torch import nn
 
 from test.common.models import FEATURES, WIDTH, Net
 from test.common.scenarios import Scenarios, fsdp, make, message, nested, rows
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.wrap import always_wrap_policy
 
 scenarios = Scenarios(__name__)
@@ -25,7 +26,7 @@ def on_device(model: Any, *names: str) -> Any:
 
 
 def shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+    return {name: tuple(held_shape(param)) for name, param in model.named_parameters()}
 
 
 @scenario

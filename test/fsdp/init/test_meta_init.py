@@ -325,7 +325,7 @@ def build_as_one_of_64(rank: int, how: str) -> dict[str, int]:
     else:
         model = fsdp(nn.Sequential(*(fsdp(Big(), **options) for _ in range(BLOCKS))), **options)
     return {
-        "elements": sum(param.numel() for param in model.parameters()),
+        "elements": sum(param.to_local().numel() for param in model.parameters()),
         "peak": peak_memory() - before,
     }
 

@@ -25,6 +25,7 @@ from test.common.scan import CASES as SCANNED
 from test.common.scan import DEPTH, HIDDEN, WIDTH, Block, Net, batch, of_kind, whole, wrapped
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message
 from test.common.warned import recorded_warnings
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 
 scenarios = Scenarios(__name__)
 result = scenarios.result
@@ -124,7 +125,7 @@ def leaves(rank: int) -> dict[str, Any]:
     shown = in_place.state_dict()["blocks.2.up.weight"]
     return {
         "pending": pending,
-        "shapes": {name: tuple(p.shape) for name, p in model.named_parameters()},
+        "shapes": {name: tuple(held_shape(p)) for name, p in model.named_parameters()},
         "of a shard": tuple(dict(model.named_parameters())["blocks.0.up.weight"].shard_shape),
         "shards": {
             name: tuple(shard.shape)
@@ -384,6 +385,94 @@ def test_blocks_that_run_one_by_one_give_the_stack_its_gradient(how: str) -> Non
     assert_close(found[how], found["loop"], atol=1e-6, rtol=1e-5)
 
 
+# What people ask of a parameter to make the groups of an optimizer.
+RULES: dict[str, Callable[[Tensor], Any]] = {
+    "p.dim()": lambda p: p.dim(),
+    "p.ndim": lambda p: p.ndim,
+    "len(p.shape)": lambda p: len(p.shape),
+    "p.shape ==": lambda p: p.shape == torch.Size([HIDDEN, WIDTH]),
+    "p.size(0)": lambda p: (p.size(0), len(p), tuple(p.size())),
+    "p.squeeze().dim()": lambda p: (p.squeeze().dim(), tuple(p.squeeze().shape)),
+    "squeezed one": lambda p: torch.squeeze(p, -1).ndim,
+    "p.stride()": lambda p: (p.stride(), p.is_contiguous()),
+}
+
+
+class Sizes(Net):
+    """With parameters of one column and of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(super().forward(x))
+
+
+def decayed(model: nn.Module) -> tuple[torch.optim.Optimizer, list[str]]:
+    """Return an optimizer that decays matrices only, and the names of these."""
+    chosen = {name: p for name, p in model.named_parameters() if len(p.shape) >= 2}
+    rest = [p for name, p in model.named_parameters() if name not in chosen]
+    groups = [
+        {"params": list(chosen.values()), "weight_decay": 0.5},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.1), list(chosen)
+
+
+@scenarios.add
+def rules_by_shape(rank: int) -> dict[str, Any]:
+    from xla_fsdp import fully_shard, parallelize, scan_blocks
+
+    def stacked(model: Any) -> Any:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        scan_blocks(model.blocks, stacked=True)
+        return model
+
+    doors = {
+        "plain": lambda model: model,
+        "wrapper": fsdp,
+        "rows": partial(fsdp, shard_param_on_dim_0=True),
+        "fully_shard": fully_shard,
+        "stacked": stacked,
+        "lean": lambda model: parallelize(model, None, "lean").model,
+        "fast": lambda model: parallelize(model, None, "fast").model,
+    }
+    found: dict[str, Any] = {}
+    for door, shard in doors.items():
+        model = shard(make(Sizes))
+        named = dict(model.named_parameters())
+        found[f"{door} rules"] = {
+            name: {rule: ask(p) for rule, ask in RULES.items()} for name, p in named.items()
+        }
+        found[f"{door} elements"] = sum(p.numel() for p in model.parameters())
+        found[f"{door} bytes"] = sum(p.nbytes for p in model.parameters())
+        optimizer, found[f"{door} decayed"] = decayed(model)
+        if door != "plain":
+            step(model, optimizer)  # which sees shards
+            found[f"{door} state"] = all(
+                optimizer.state[p]["exp_avg"].shape == held_shape(p) for p in model.parameters()
+            )
+    return found
+
+
+DOORS = ("wrapper", "rows", "fully_shard", "stacked", "lean", "fast")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_leaf_has_the_shape_of_its_parameter_outside_of_steps(door: str) -> None:
+    found = result("rules_by_shape")
+    for name, answers in found[f"{door} rules"].items():
+        assert answers == found["plain rules"][name], name
+    for what in ("elements", "bytes"):
+        assert found[f"{door} {what}"] == found[f"plain {what}"]
+    stacks = found[f"{door} rules"].keys()  # named as in the first block
+    assert found[f"{door} decayed"] == [n for n in found["plain decayed"] if n in stacks]
+    assert found[f"{door} state"]
+
+
 @scenarios.add
 def summoned(rank: int) -> dict[str, Any]:
     model = of_kind("stacked")
@@ -436,9 +525,9 @@ def copies(rank: int) -> dict[str, Any]:
         step(each, optimizer)
         found[f"{name} trained"] = each(batch()).sum().item()
         found[f"{name} shards"] = {key: tuple(t.shape) for key, t in each.state_dict().items()}
-        found[f"{name} leaves"] = {key: tuple(p.shape) for key, p in each.named_parameters()}
+        found[f"{name} leaves"] = {key: tuple(held_shape(p)) for key, p in each.named_parameters()}
     found["shards"] = {key: tuple(t.shape) for key, t in model.state_dict().items()}
-    found["leaves"] = {key: tuple(p.shape) for key, p in model.named_parameters()}
+    found["leaves"] = {key: tuple(held_shape(p)) for key, p in model.named_parameters()}
     return found
 
 

@@ -37,10 +37,10 @@ def summon_shows_the_plain_model(rank: int) -> dict[str, bool]:
                 found[f"{name}, host {on_host}"] = equal(
                     dict(model.named_parameters()), dict(plain.named_parameters())
                 )
-        shards = {n: p.shape for n, p in model.named_parameters()}
+        shards = {n: p.to_local().shape for n, p in model.named_parameters()}
         again = nested(make(model_class), **options)
         found[f"{name}, shards afterwards"] = states(model) == {"SHARDED"} and shards == {
-            n: p.shape for n, p in again.named_parameters()
+            n: p.to_local().shape for n, p in again.named_parameters()
         }
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -440,6 +441,51 @@ def test_slices_of_a_device_mesh_have_the_groups_of_the_whole_job() -> None:
 
 
 # ---------------------------------------------------------------- state dicts
+
+
+@scenarios.add
+def an_earlier_state(rank: int) -> dict[str, Any]:
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    model = nested(make())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    convert = partial(XlaFullyShardedDataParallel.optim_state_dict, model, optimizer)
+
+    def step() -> None:
+        model(rows()).sum().backward()
+        optimizer.step()
+        torch_xla.sync()
+
+    step()
+    earlier, full = copy.deepcopy(optimizer.state_dict()), convert()
+    for entries in earlier["state"].values():
+        entries["mine"], entries["none"] = 2.74, None
+    optimizer.param_groups[0]["lr"] = 0.2
+    step()
+    found = convert(optim_state_dict=earlier, group=None)
+    moments = {name: entries["exp_avg"] for name, entries in found["state"].items()}
+    back = XlaFullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, found)
+    return {
+        "moments": same(moments, {n: each["exp_avg"] for n, each in full["state"].items()}),
+        "later": same(moments, {n: each["exp_avg"] for n, each in convert()["state"].items()}),
+        "options": (found["param_groups"][0]["lr"], optimizer.param_groups[0]["lr"]),
+        "own entries": {(each["mine"], each["none"]) for each in back["state"].values()},
+        "cut again": same_moments(
+            back, {i: each["exp_avg"].cpu() for i, each in earlier["state"].items()}
+        ),
+    }
+
+
+def test_an_earlier_state_dict_of_the_optimizer_is_converted() -> None:
+    assert result("an_earlier_state") == {
+        "moments": True,
+        "later": False,
+        "options": (0.1, 0.2),
+        "own entries": {(2.74, None)},
+        "cut again": True,
+    }
 
 
 @scenarios.add

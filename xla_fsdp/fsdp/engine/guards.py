@@ -42,7 +42,7 @@ from xla_fsdp.fsdp.engine.param import (
     owners_of_grads,
     refuse_shown,
 )
-from xla_fsdp.fsdp.engine.param_guards import begin_step, end_step
+from xla_fsdp.fsdp.engine.param_guards import begin_step, end_step, held_shape
 from xla_fsdp.fsdp.engine.positional_state import forget_order, guard_loading
 
 
@@ -236,7 +236,8 @@ def _warn_unless_elementwise(optimizer: Optimizer) -> None:
     if parts and not steps_elementwise(optimizer) and not acts_elementwise(optimizer):
         name = type(optimizer).__name__
         stacks = [param for param in parts if getattr(param, "is_stack", False)]
-        given = f"stacks, each of one parameter of {len(stacks[0])} blocks" if stacks else "shards"
+        blocks = held_shape(stacks[0])[0] if stacks else 0
+        given = f"stacks, each of one parameter of {blocks} blocks" if stacks else "shards"
         by = (
             f"Leave the model unsharded, and step it by xla_fsdp.optim.ZeroRedundancyOptimizer("
             f"params, {name}, ...), which takes a closure,"
@@ -256,7 +257,7 @@ def _is_whole(param: Tensor) -> bool:
     if getattr(param, "is_stack", False) or _is_part(param):
         return False
     known = known_shard(param)
-    return known is None or [param.shape] == [each.whole_shape for each in known.originals]
+    return known is None or [held_shape(param)] == [each.whole_shape for each in known.originals]
 
 
 def _names(param: FSDPParam) -> str:

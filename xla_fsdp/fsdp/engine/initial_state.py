@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.optimizer_traits import STEPS_SLICES_OF
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 
 MAKERS = (
     optim.ASGD,
@@ -117,8 +118,7 @@ def _states(
 
 
 def _on_meta(param: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():  # in a forward a shard answers for all of it
-        return torch.empty(param.shape, dtype=param.dtype, device="meta")
+    return torch.empty(held_shape(param), dtype=param.dtype, device="meta")
 
 
 def _made(
@@ -140,7 +140,8 @@ def _numbers_of(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> d
     """Return the number that all elements of each tensor of a state begin with."""
     if isinstance(optimizer, optim.SGD):
         return {"momentum_buffer": 0.0}
-    small = nn.Parameter(torch.ones([min(size, 1) for size in param.shape], dtype=param.dtype))
+    shape = [min(size, 1) for size in held_shape(param)]
+    small = nn.Parameter(torch.ones(shape, dtype=param.dtype))
     [state] = _made(optimizer, group, [small])
     return {
         name: value.flatten()[0].item() if value.numel() else 0.0

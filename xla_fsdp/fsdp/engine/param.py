@@ -38,9 +38,10 @@ from xla_fsdp.distributed.pytree import map_tensors, tensors_in
 from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param_guards import (
+    COUNTS,
     GuardedShard,
     Reads,
-    asks_for_dims,
+    held_shape,
     in_forward,
     mixes_elements,
     name_of,
@@ -402,9 +403,7 @@ class FSDPParam:
     @property
     def shard_shape(self) -> torch.Size:
         """Shape of the shard."""
-        # An UninitializedShard would answer with the shape of the unsharded parameter.
-        with torch._C.DisableTorchFunctionSubclass():
-            shape = self.slots.shard.shape
+        shape = held_shape(self.slots.shard)
         return shape if self.slots.part is None else shape[1:]
 
     @property
@@ -428,12 +427,6 @@ class FSDPParam:
     def is_flat(self) -> bool:
         """Whether the shard is registered under ``key``, not in place of its originals."""
         return self._home is not None
-
-    @property
-    def leaf_dims(self) -> int:
-        """Number of dims that the leaf has for code outside of forwards and steps: the original's,
-        by which groups of optimizers are made; that of the data where several are joined."""
-        return len(self.originals[0].shape) if len(self.originals) == 1 else 1
 
     def is_whole(self, shard: Tensor) -> bool:
         """Return whether ``shard``, or what is computed from it, is of the whole parameter."""
@@ -508,11 +501,11 @@ class FSDPParam:
 
     def _replace(self, new: Tensor, *, has_values: bool) -> None:
         old = self.slots.shard
-        if new.shape != old.shape:
+        if held_shape(new) != held_shape(old):
             raise ValueError(
-                f"{self.key} is on the meta device as a shard of shape {tuple(old.shape)}, and was "
-                f"given a tensor of shape {tuple(new.shape)}; give it this rank's shard "
-                f"(distribute_tensor), or memory first (to_empty) and then full tensors"
+                f"{self.key} is on the meta device as a shard of shape {tuple(held_shape(old))}, "
+                f"and was given a tensor of shape {tuple(held_shape(new))}; give it this rank's "
+                f"shard (distribute_tensor), or memory first (to_empty) and then full tensors"
             )
         kind = ShardParameter if has_values else UninitializedShard
         # A copy: torch_xla would trace what is computed from an alias from its earlier values.
@@ -807,20 +800,22 @@ class ShardView:
         """Run a torch function that was called with shards outside of forwards, unless its result
         on several shards is not that on the full parameter.
 
-        What is computed from a shard with gradients is a shard, too, unless it is one number.
+        What is computed from a shard with gradients is a shard, too, unless it is one number. A
+        leaf's shape is that of the whole parameter, by which groups of optimizers are made.
         """
         kwargs = kwargs or {}
-        if asks_for_dims(func) and isinstance(args[0], ShardParameter):
-            known = known_shard(args[0])
-            if known is not None:
-                return known.leaf_dims
         reads = read_by(func, args, ShardView)
+        if reads is Reads.SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(_as_whole(args[0], func), *args[1:], **kwargs)
         if reads is Reads.VALUES:
             tensors = tensors_in((args, kwargs))
             if name := mixes_elements(func, args):
                 _refuse_mixed(name, tensors)
             _refuse_others(func, tensors)
         result = torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        if name_of(func) == "squeeze" and isinstance(args[0], ShardView):
+            return _squeezed(func, args, kwargs, result)
         return _marked(result, tensors) if reads is Reads.VALUES else result
 
     @property
@@ -859,6 +854,7 @@ class ShardTensor(ShardView, Tensor):
     """A shard in a state dict."""
 
     stands_for: Tensor
+    whole: Tensor | None = None  # without values, of the whole tensor's shape, where that is known
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         """Return a copy, which is a shard of the same parameter."""
@@ -1101,6 +1097,28 @@ def _names_of(param: FSDPParam) -> str:
 def _view_of(shard: Any, value: Tensor) -> ShardTensor:
     view = value.as_subclass(ShardTensor)
     view.stands_for = getattr(shard, "stands_for", shard)
+    return view
+
+
+def _as_whole(shard: Any, func: Any) -> Tensor:
+    """Return a stand-in, of which ``func`` reads the shape outside of forwards."""
+    if isinstance(shard, ShardTensor):
+        return shard if shard.whole is None else shard.whole
+    param = _param_behind(shard) if isinstance(shard, ShardParameter) else None
+    if param is None or len(param.originals) > 1:
+        return shard
+    shape = param.originals[0].whole_shape
+    # A stack has the shape of one block's parameter, as the plain model's, and the size of all.
+    stacked = getattr(shard, "is_stack", False) and name_of(func) in COUNTS
+    return without_values((len(shard), *shape) if stacked else shape, shard.dtype)
+
+
+def _squeezed(func: Any, args: Any, kwargs: Any, result: Tensor) -> ShardTensor:
+    """Return a squeezed shard, which has the dims of the squeezed whole, whatever its data has:
+    rules for groups of optimizers ask for them."""
+    view = _view_of(args[0], result)
+    with torch._C.DisableTorchFunctionSubclass():
+        view.whole = func(_as_whole(args[0], func), *args[1:], **kwargs)
     return view
 
 

@@ -40,10 +40,11 @@ class Reads(Enum):
     VALUES = auto()
 
 
-_SHAPE = frozenset(
+COUNTS = frozenset({"numel", "nelement", "nbytes"})
+
+_SHAPE = COUNTS | frozenset(
     {
-        "shape", "ndim", "nbytes", "size", "dim", "ndimension", "numel", "nelement", "stride",
-        "is_contiguous", "__len__",
+        "shape", "ndim", "size", "dim", "ndimension", "stride", "is_contiguous", "__len__",
     }
 )  # fmt: skip
 
@@ -84,6 +85,18 @@ def name_of(func: Any) -> str:
     return name
 
 
+def held_shape(param: Tensor) -> torch.Size:
+    """Return the shape of what this rank holds of a parameter: that of its data, not that of the
+    whole parameter, which shards answer outside of optimizers' steps."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.shape
+
+
+def held_bytes(param: Tensor) -> int:
+    """Return the bytes of what this rank holds of a parameter."""
+    return held_shape(param).numel() * param.dtype.itemsize
+
+
 def without_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor that has a shape and no memory."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
@@ -111,14 +124,6 @@ _MIXING = frozenset(
         "tril_", "triu_", "index_fill_", "index_copy_", "index_add_", "index_put_", "scatter_",
     }
 )  # fmt: skip
-
-_DIMS = (Tensor.dim, Tensor.ndimension, Tensor.ndim.__get__)  # type: ignore[attr-defined]
-
-
-def asks_for_dims(func: Any) -> bool:
-    """Return whether ``func`` is a method or property that returns the number of dims."""
-    return func in _DIMS
-
 
 _MIXING_ALONE = frozenset({"max", "min"})  # of two tensors they are elementwise
 

@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from xla_fsdp.fsdp.engine.optimizer_traits import steps_elementwise
 from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 
 _places: WeakKeyDictionary[FSDPParam, int] = WeakKeyDictionary()
 """Where a parameter was in the state dict of torch_xla's FSDP from which it was loaded last."""
@@ -147,10 +148,10 @@ def _misfits(
         for place, (param, number) in enumerate(zip(own, group, strict=True)):
             for name, value in state.get(number, {}).items():
                 is_wide = isinstance(value, Tensor) and value.shape not in ((), (0,), (1,))
-                if is_wide and known_shard(param) is not None and value.shape != param.shape:
+                if is_wide and known_shard(param) is not None and value.shape != held_shape(param):
                     yield (
                         f"{name} of parameter {place} in group {index} has shape "
-                        f"{tuple(value.shape)}, but the parameter {tuple(param.shape)}"
+                        f"{tuple(value.shape)}, but the parameter {tuple(held_shape(param))}"
                     )
 
 

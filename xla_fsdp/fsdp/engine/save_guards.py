@@ -24,6 +24,7 @@ from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.load_hooks import MARK, Form
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.param import is_sharded, known_group
+from xla_fsdp.fsdp.engine.param_guards import in_forward
 
 METADATA = "shard_metadata"
 
@@ -134,7 +135,8 @@ def _explained(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_state_dict(module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return original(module, state_dict, *args, **kwargs)
+            with in_forward(False):  # torch compares shapes, of shards here
+                return original(module, state_dict, *args, **kwargs)
         except RuntimeError as error:
             why = _why(module, state_dict) if "size mismatch" in str(error) else ""
             if not why:

@@ -28,7 +28,7 @@ from xla_fsdp.fsdp.engine.param import (
     remember_group,
 )
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.fsdp.engine.param_guards import held_bytes, held_shape, in_forward
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -45,7 +45,7 @@ class ShardStack(ShardParameter):
     @property
     def shard_shape(self) -> torch.Size:
         """Shape of each shard."""
-        return self.shape[1:]
+        return held_shape(self)[1:]
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -150,7 +150,7 @@ def _parts(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield lists of tensors of up to ``AT_ONCE`` bytes together, or of one."""
     part: list[Tensor] = []
     for tensor in tensors:
-        if part and sum(each.nbytes for each in [*part, tensor]) > AT_ONCE:
+        if part and sum(map(held_bytes, [*part, tensor])) > AT_ONCE:
             yield part
             part = []
         part.append(tensor)

@@ -32,6 +32,7 @@ from xla_fsdp.checkpoint.format import (
 )
 from xla_fsdp.fsdp.engine.optimizer_traits import takes_found_inf
 from xla_fsdp.fsdp.engine.param import StackPart, is_sharded, known_shard
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.positional_state import in_own_order
 from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of
 
@@ -160,8 +161,8 @@ def _state_problems(optimizer: Optimizer, leaf: Tensor, key: str) -> Iterator[st
         if is_wide and not name.startswith(UNSHARDED):
             yield (
                 f"{name_of_class} keeps {name!r} of shape {tuple(entry.value.shape)} for the stack "
-                f"that {key} is in, of shape {tuple(leaf.shape)}, which cannot be taken apart by "
-                f"block. Scan the blocks without stacked"
+                f"that {key} is in, of shape {tuple(held_shape(leaf))}, which cannot be taken "
+                f"apart by block. Scan the blocks without stacked"
             )
 
 
@@ -186,7 +187,7 @@ def _entries(param: Tensor, state: Mapping[str, Any]) -> dict[str, StateEntry]:
     ]
     # If any other tensor has another shape than the shard, as in Adafactor, none counts as sharded:
     # another one may have the shard's shape by chance (column statistics and a shard of one row).
-    same_shapes = all(value.shape == param.shape or _is_number(value) for value in tensors)
+    same_shapes = all(value.shape == held_shape(param) or _is_number(value) for value in tensors)
     sharded = is_sharded(param) and same_shapes
     return {
         name: _entry(param, value, sharded and not name.startswith(UNSHARDED))
@@ -197,7 +198,7 @@ def _entries(param: Tensor, state: Mapping[str, Any]) -> dict[str, StateEntry]:
 def _entry(param: Tensor, value: Any, sharded: bool) -> StateEntry:
     if not isinstance(value, Tensor):
         return StateEntry(StateKind.VALUE, value)
-    if sharded and value.shape == param.shape and value.dim() > 0:
+    if sharded and value.shape == held_shape(param) and value.dim() > 0:
         return StateEntry(StateKind.SHARD, value.detach())
     on_host = value.device.type == "cpu" and param.device.type != "cpu"
     return StateEntry(StateKind.HOST if on_host else StateKind.DEVICE, value.detach())
@@ -344,10 +345,10 @@ def _entry_mismatches(
             yield f"the state has entries for {key}, which is in no group of the optimizer"
             continue
         for name, entry in entries.items():
-            if entry.kind is StateKind.SHARD and entry.value.shape != params[key].shape:
+            if entry.kind is StateKind.SHARD and entry.value.shape != held_shape(params[key]):
                 yield (
                     f"{name} of {key} has shape {tuple(entry.value.shape)}, expected that of the "
-                    f"parameter, {tuple(params[key].shape)}"
+                    f"parameter, {tuple(held_shape(params[key]))}"
                 )
 
 

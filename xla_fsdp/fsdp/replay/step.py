@@ -391,8 +391,6 @@ class _RankStep:
                 param.settle()  # which runs a program of its own
         for optimizer in self._state.steppers():
             make_state(optimizer)  # or the first step would be a program of its own
-        if not self._programs:
-            ops.sync()  # what was traced before belongs to no step
         self._renew()
         self._separate()
         trace = Trace(self._state, leaves, self._device, refuses=self._options.refuses)

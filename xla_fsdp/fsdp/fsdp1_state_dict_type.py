@@ -119,10 +119,11 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
         if chosen is None or chosen.state_dict_type is not FULL or is_summoned:
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         full = full_state_dict(self, rank0_only=_rank0_only(chosen.state_dict_config))
-        if destination is None:
+        if destination is None and not prefix:
             return full
-        destination.update({prefix + name: value for name, value in full.items()})
-        return destination
+        found: dict[str, Any] = {} if destination is None else destination
+        found.update({prefix + name: value for name, value in full.items()})
+        return found
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -505,6 +505,9 @@ def types(rank: int) -> dict[str, Any]:
     holder = nn.ModuleDict({"inside": model})
     with XlaFullyShardedDataParallel.state_dict_type(holder, StateDictType.FULL_STATE_DICT):
         found["full"] = same(model.state_dict(), full)
+        found["with a prefix"] = same(
+            model.state_dict(prefix="its."), {f"its.{name}": value for name, value in full.items()}
+        )
         found["below a plain module"] = same(
             holder.state_dict(), {f"inside.{name}": value for name, value in full.items()}
         )
@@ -558,8 +561,9 @@ def same_moments(state: Any, moments: Any) -> bool:
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_state_dicts_of_the_type_that_is_chosen(rank: int) -> None:
     found = result("types", rank)
-    for name in ("full", "below a plain module", "cut again", "local", "optimizer, local"):
+    for name in ("full", "with a prefix", "below a plain module", "cut again", "local"):
         assert found[name] is True, name
+    assert found["optimizer, local"] is True
     assert found["loaded"] is True
     assert found["took"] is True
     assert found["again"] == "<All keys matched successfully>"

@@ -107,8 +107,8 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
         sizes = (embedding.num_embeddings, embedding.embedding_dim)
         if held_shape(embedding.weight) != sizes:
             raise ValueError(
-                f"the embedding's table has shape {tuple(held_shape(embedding.weight))}, not {sizes}: it "
-                f"is sharded. Make the streamed one of the plain model's, then shard that"
+                f"the embedding's table has shape {tuple(held_shape(embedding.weight))}, not "
+                f"{sizes}: it is sharded. Make the streamed one of the plain model's, then shard that"
             )
         made = cls(
             *sizes,

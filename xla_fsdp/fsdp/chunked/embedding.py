@@ -108,7 +108,8 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
         if held_shape(embedding.weight) != sizes:
             raise ValueError(
                 f"the embedding's table has shape {tuple(held_shape(embedding.weight))}, not "
-                f"{sizes}: it is sharded. Make the streamed one of the plain model's, then shard that"
+                f"{sizes}: it is sharded. Make the streamed one of the plain model's, then shard "
+                f"that"
             )
         made = cls(
             *sizes,

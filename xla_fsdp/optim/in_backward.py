@@ -31,6 +31,7 @@ from xla_fsdp.fsdp.engine.optimizer_traits import (
     steps_elementwise,
 )
 from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
 from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
@@ -367,13 +368,13 @@ def _elementwise_names(state: dict[str, Any], like: Tensor) -> list[str]:
     return [
         name
         for name, value in state.items()
-        if isinstance(value, Tensor) and value.dim() and value.shape == like.shape
+        if isinstance(value, Tensor) and value.dim() and value.shape == held_shape(like)
     ]
 
 
 def _has_other_shapes(state: dict[str, Any], stack: Tensor) -> bool:
     tensors = (value for value in state.values() if isinstance(value, Tensor) and value.dim())
-    return any(tensor.shape != stack.shape for tensor in tensors)
+    return any(tensor.shape != held_shape(stack) for tensor in tensors)
 
 
 def _copy(value: Any) -> Any:

@@ -229,7 +229,8 @@ def unshare(tensors: Sequence[Tensor]) -> None:
     torch_xla keeps one buffer for all equal scalars that come from the host: copies of tensors, and
     numbers in operations. Programs could not tell such inputs apart, or donate them.
     """
-    scalars = {tensor_id(each): each for each in tensors if not each.dim()}
+    with torch._C.DisableTorchFunctionSubclass():  # a shard answers for the whole parameter
+        scalars = {tensor_id(each): each for each in tensors if not each.dim()}
     values = copies(list(scalars.values()))
     put(list(scalars.values()), ops.upload_all(values))
 

@@ -158,7 +158,7 @@ class StepInBackward:
             return
         known = {id(each) for each in (*own, *model.parameters(), *_params(optimizer))}
         if any(id(leaf) not in known for leaf in _trained_before(inputs)):
-            kind = type(model).__name__
+            kind = type(getattr(model, "module", model)).__name__  # of what a wrapper wraps
             raise RuntimeError(
                 f"a {kind}, whose steps lie in backward, was called with an input that depends on "
                 f"parameters of another model. If the loss is to train the other model only (as a "

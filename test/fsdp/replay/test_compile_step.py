@@ -281,6 +281,39 @@ def job_of_sgd() -> tuple[Any, Any]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def in_turns(period: int, *, compiled: bool) -> list[Any]:
+    """Return the losses of two layers, of which a plain argument chooses the one that is trained,
+    and the replays."""
+    models = [fsdp(make(lambda: nn.Linear(3, 3))) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+
+    def train(x: Tensor, first: bool) -> Tensor:
+        model, optimizer = (models[not first], optimizers[not first])
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step: Any = compile_step(train, state=[models, optimizers]) if compiled else train
+    x = torch.ones(2, 3).to(ops.device())
+    losses = [step(x, number % period == 0).item() for number in range(14)]
+    return [losses, step.replays if compiled else 0]
+
+
+@scenario
+def turns(rank: int) -> list[Any]:
+    return [in_turns(period, compiled=each) for period in (2, 3) for each in (False, True)]
+
+
+def test_two_optimizers_in_turns_count_for_themselves() -> None:
+    (even, _), (compiled_even, even_replays), (third, _), (compiled_third, replays) = result(
+        "turns"
+    )
+    assert (compiled_even, compiled_third) == (even, third)
+    assert min(even_replays, replays) >= 6
+
+
 @scenario
 def own_rates(rank: int) -> str:
     model, optimizer = job_of_sgd()

@@ -464,7 +464,7 @@ def memory_of(tensor: Tensor) -> int:
     """Return a number that a tensor, while it lives, shares with all that share its memory."""
     if tensor.device.type == "xla" and not torch._is_functional_tensor(tensor):
         return id(tensor)  # made under a dispatch mode: shares none
-    return tensor.untyped_storage()._cdata
+    return torch._C._storage_id(tensor)  # not an object of Python, which torch would have to keep
 
 
 def is_reshaped(tensor: Tensor, before: Tensor) -> bool:
@@ -512,15 +512,6 @@ def upload_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy host tensors to new device buffers at once."""
     devices = [str(device())] * len(tensors)
     return torch_xla._XLAC._xla_tensors_from_aten(list(tensors), devices, None)
-
-
-def copy_to(target: torch.device, tensor: Tensor) -> Tensor:
-    """Return a copy of ``tensor`` on a device, of a host tensor as a buffer: ``to`` makes one of
-    bf16 a node of a graph, and the first program that changes it in place would be another one."""
-    if tensor.device.type == "cpu" and target.type == "xla":
-        return torch_xla._XLAC._xla_tensors_from_aten([tensor.clone()], [str(target)], None)[0]
-    # A leaf that is a view of another tensor would keep that alive.
-    return tensor.to(target, copy=True)
 
 
 def forget_token() -> None:

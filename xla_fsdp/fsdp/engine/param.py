@@ -733,7 +733,8 @@ def make_shard(
     flat = cut_shard([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
     rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous()
     shard = ShardParameter(
-        rows if rows.is_meta else ops.copy_to(device, rows),
+        # A copy also on the device, where a leaf that is a view of another tensor keeps that alive.
+        rows if rows.is_meta else rows.to(device, copy=True),
         requires_grad=any(tensor.requires_grad for tensor in tensors),
     )
     shard.shard_rank = rank

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.pytree import map_tensors
-from xla_fsdp.distributed.xla import ops
 
 # ---------------------------------------------------------------- what functions read
 
@@ -229,11 +228,11 @@ class Dummies:
 
     def __init__(self, dtypes: set[torch.dtype], device: torch.device) -> None:
         self._device = device
-        # Made now, and as buffers: a program returns what is alive and was not computed before, so
+        # Made now, and on the host: a program returns what is alive and was not computed before, so
         # that of the first step would be another one than that of the second.
         host = torch.device("cpu")
         self._tensors = {
-            dtype: ops.copy_to(device, self._made(dtype, host)) for dtype in sorted(dtypes, key=str)
+            dtype: self._made(dtype, host).to(device) for dtype in sorted(dtypes, key=str)
         }
 
     def like(self, tensor: Tensor) -> Tensor:

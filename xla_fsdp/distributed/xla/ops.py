@@ -464,7 +464,8 @@ def memory_of(tensor: Tensor) -> int:
     """Return a number that a tensor, while it lives, shares with all that share its memory."""
     if tensor.device.type == "xla" and not torch._is_functional_tensor(tensor):
         return id(tensor)  # made under a dispatch mode: shares none
-    return torch._C._storage_id(tensor)  # not an object of Python, which torch would have to keep
+    # Not an object of Python, which torch would have to keep.
+    return torch._C._storage_id(tensor)  # type: ignore[attr-defined]
 
 
 def is_reshaped(tensor: Tensor, before: Tensor) -> bool:

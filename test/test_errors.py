@@ -22,7 +22,6 @@ RAISE_AGAIN = {
     "checkpoint/tensor_source.py get",
     "distributed/xla/cpu_rank_patches.py running",
     "distributed/xla/loop.py _without_values",
-    "distributed/xla/lost.py losing_failed_traces",
     "fsdp/engine/activation_checkpoint.py _recompute",
     "fsdp/engine/inputs.py call",
     "fsdp/engine/state.py _compute",

@@ -23,7 +23,7 @@ from torch import Tensor
 from xla_fsdp.distributed.tracebacks import forget_locals
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.graph import has_metadata, without_metadata
-from xla_fsdp.distributed.xla.lost import losing_failed_traces
+from xla_fsdp.distributed.xla.lost import TracedTensors
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def trace_body(
     Raises:
         ChangedInPlaceError: if it changes an input in place.
     """
-    with losing_failed_traces(), _without_cached_casts():
+    with TracedTensors(), _without_cached_casts():
         return _traced(function, inputs, name)
 
 

@@ -5,9 +5,7 @@ What torch_xla has in place of their values is nothing that a program can read: 
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -60,40 +58,47 @@ class TensorOfTrace(LostTensor):
     )
 
 
-@contextlib.contextmanager
-def losing_failed_traces() -> Iterator[None]:
-    """If the block raises, let no tensor that it made from placeholders have a graph.
+class TracedTensors(TorchFunctionMode):
+    """The tensors of the device that a trace makes, as far as functions return or take them.
 
     A sync computes all live tensors of its device, whoever holds them: a frame of the error's
-    traceback, a logger, a debugger, a dict of the user. Each of these becomes a ``TensorOfTrace``.
+    traceback, a logger, a debugger, a dict of the user. If the trace raises, each that it made from
+    placeholders becomes a ``TensorOfTrace``.
     """
-    on, first = ops.device(), _number(xb.create_placeholder_tensor((), torch.float32))
-    before = _collections()
-    try:
-        yield
-    except BaseException:
-        with ops.no_collection(), torch._C.DisableTorchFunctionSubclass():
-            for tensor in _tensors_since(before):
-                # Raised for what torch left behind after an error, whose tensor has been freed.
-                with contextlib.suppress(RuntimeError):
-                    grad = tensor.grad if tensor.is_leaf else None
-                    for each in (tensor,) if grad is None else (tensor, grad):
-                        if each.device == on and _has_no_value(each, first):
-                            _lose(each)
-        raise
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first = _number(xb.create_placeholder_tensor((), torch.float32))
+        # Kept until the trace ends: autograd's threads drop others while they are looked at.
+        self._found: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._found.update((id(each), each) for each in tensors_in((args, kwargs)))
+        result = func(*args, **(kwargs or {}))
+        self._found.update((id(each), each) for each in tensors_in(result))
+        return result
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        found, self._found = list(self._found.values()), {}
+        if error is not None:
+            lose(found, self._first)
 
 
-def _collections() -> list[int]:
-    return [generation["collections"] for generation in gc.get_stats()[1:]]
+def lose(tensors: Iterable[Tensor], first: int = 0) -> None:
+    """Let those that depend on placeholders, and their gradients, be a ``TensorOfTrace`` each.
 
-
-def _tensors_since(before: Sequence[int]) -> list[Tensor]:
-    """Return the tensor objects made since ``_collections`` returned ``before``, and others."""
-    # To list all objects of a process takes 100 ms. New ones are in the first two generations.
-    young = [*gc.get_objects(generation=0), *gc.get_objects(generation=1)]
-    if _collections() != list(before):
-        return ops.tensor_objects()
-    return ops.tensors_among(young)
+    Args:
+        first: of those that torch_xla made from this number on.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            grad = tensor.grad if tensor.is_leaf else None
+            for each in (tensor,) if grad is None else (tensor, grad):
+                if each.device.type == "xla" and _has_no_value(each, first):
+                    _lose(each)
 
 
 def _number(tensor: Tensor) -> int:

@@ -29,7 +29,7 @@ from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import Body, ChangedInPlaceError, TensorSpec, trace_body
-from xla_fsdp.distributed.xla.lost import OutsideTensors, losing_failed_traces
+from xla_fsdp.distributed.xla.lost import OutsideTensors, lose
 from xla_fsdp.fsdp.engine.activation_checkpoint import regions_run_once
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.param_guards import name_of
@@ -181,11 +181,6 @@ def trace_block(template: Template) -> BlockTrace:
             computes with values that a loop would keep. What the trace computed is lost then, also
             where somebody holds it.
     """
-    with losing_failed_traces():
-        return _trace_block(template)
-
-
-def _trace_block(template: Template) -> BlockTrace:
     group = template.unit.group
     params = [(param, original) for param in group.params for original in param.originals]
     parts = _specs_of(template)
@@ -338,6 +333,7 @@ class MadeTensors(TorchFunctionMode):
         latest = time.monotonic() + PATIENCE
         while self._alive and time.monotonic() < latest:
             time.sleep(0.001)
+        lose(present([ops.referent(kept) for kept, _ in list(self._alive.values())]))
         for _, shape in list(self._alive.values())[:1]:
             return (
                 f"a scanned block leaves a tensor of shape {shape} in a dict, a list or another "

@@ -9,15 +9,18 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 import torch_xla
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.cpu_rank_patches import host_reads
@@ -109,7 +112,10 @@ def _hash(outputs: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence
 
 
 def run_traced(
-    outputs: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]
+    outputs: Sequence[Tensor],
+    values: Sequence[Tensor],
+    donated: Sequence[int],
+    copied: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> tuple[bytes, list[Tensor]]:
     """Compile and run the program that computes ``outputs``, together with the other ranks.
 
@@ -117,6 +123,7 @@ def run_traced(
         outputs: traced tensors.
         values: the program's inputs, ``inputs_of(outputs).values``.
         donated: positions of inputs whose buffers the outputs may use, and that are gone then.
+        copied: what the program takes instead of some inputs, as others have their buffers.
 
     Returns:
         The program, and new tensors with the values of ``outputs``.
@@ -128,9 +135,12 @@ def run_traced(
         program = _hash(outputs, values, donated)
         with _donating():
             torch_xla._XLAC._xla_warm_up_cache(list(outputs), [])
+        for position in copied:
+            torch_xla._XLAC._set_buffer_donation(values[position], False)
 
     def run_it() -> list[Tensor]:
-        return torch_xla._XLAC._run_cached_graph(program, list(values))
+        taken = [copied.get(position, value) for position, value in enumerate(values)]
+        return torch_xla._XLAC._run_cached_graph(program, taken)
 
     results = ops.runtime().run_together(run_it, compile_it)
     return program, results
@@ -193,8 +203,7 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def put_apart(tensors: Sequence[Tensor], value: Tensor) -> None:
     """Give tensors the buffer of a value of their shape; what they are views of stays as it is."""
     for tensor in tensors:
-        is_view = torch._C._functionalization.get_view_meta_sequence(tensor)
-        if not (is_view and _becomes_root(tensor, value)):
+        if not (_view_of(tensor) and _becomes_root(tensor, value)):
             put([tensor], [value])
 
 
@@ -202,15 +211,21 @@ def put_alone(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Do the same as ``put``, right after ``separate``, in half the time for tensors that have no
     views. ``ops.num_changes`` does not count it."""
     storages = [*map(Tensor.untyped_storage, tensors)]
-    uses = [*map(torch._C._storage_Use_Count, map(_ADDRESS, storages))]
+    addresses = [*map(_ADDRESS, storages)]
+    uses = [*map(torch._C._storage_Use_Count, addresses)]
     del storages
-    views = map(torch._C._functionalization.get_view_meta_sequence, tensors)
-    for tensor, value, count, view in zip(tensors, values, uses, views, strict=True):
+    changed = []
+    for tensor, value, count, at in zip(tensors, values, uses, addresses, strict=True):
         alone = count == _USES_OF_ONE
-        if alone and not view:
+        if alone and _owners.is_known_root(tensor, at):
+            torch_xla._XLAC._replace_xla_tensor(tensor, value)
+            continue
+        changed.append(tensor)
+        if alone and not _view_of(tensor):
             torch_xla._XLAC._replace_xla_tensor(tensor, value)
         elif not (alone and _becomes_root(tensor, value)):  # as parameters: their base is gone
             put([tensor], [value])
+    own_buffers(changed)
 
 
 def _becomes_root(tensor: Tensor, value: Tensor) -> bool:
@@ -224,14 +239,26 @@ def _becomes_root(tensor: Tensor, value: Tensor) -> bool:
 
 
 def unshare(tensors: Sequence[Tensor]) -> None:
-    """Give every scalar of some computed tensors a buffer of its own.
+    """Give each of some computed tensors a buffer that no other one of them has.
 
     torch_xla keeps one buffer for all equal scalars that come from the host: copies of tensors, and
-    numbers in operations. Programs could not tell such inputs apart, or donate them.
+    numbers in operations. The target of ``copy_`` has that of its source. Programs could not tell
+    such inputs apart, or donate them.
     """
-    scalars = {tensor_id(each): each for each in tensors if not each.dim()}
-    values = copies(list(scalars.values()))
-    put(list(scalars.values()), ops.upload_all(values))
+    different = list({tensor_id(each): each for each in tensors}.values())
+    scalars = [each for each in different if not each.dim()]
+    put(scalars, ops.upload_all(copies(scalars)))
+    first: dict[int | None, Tensor] = {}
+    buffers = buffers_of(different)
+    same = [t for t, b in zip(different, buffers, strict=True) if first.setdefault(b, t) is not t]
+    put(same, copies_of(same))
+
+
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return computed copies of computed tensors, with buffers of their own."""
+    found = ops.barrier([each.detach() for each in tensors]) if tensors else []
+    ops.compute(found)
+    return found
 
 
 def run_pending() -> None:
@@ -246,16 +273,88 @@ def run_pending() -> None:
 
 def separate(tensors: Sequence[Tensor]) -> None:
     """Give computed tensors buffers of their own, if others may have them, and execute what is
-    pending, without collectives; the random number state stays.
-
-    A clone has the buffer of its tensor until the next sync, the target of ``copy_`` for longer.
-    """
-    # "node, 0" of a tensor that a traced operation has read, else the number of its buffer.
-    numbers = map(torch_xla._XLAC._unique_id_for_ir_and_data, tensors)
-    read = [tensor for tensor, number in zip(tensors, numbers, strict=True) if "," in number]
-    own = ops.barrier([tensor.detach() for tensor in read]) if read else []
+    pending, without collectives; the random number state stays."""
+    shared = find_shared(tensors)
+    own = ops.barrier([tensor.detach() for tensor in shared]) if shared else []
     run_pending()  # not with the other ranks, who may have read nothing
-    put(read, own)
+    put(shared, own)
+    own_buffers(shared)
+
+
+def find_shared(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return those of some computed tensors whose buffers others may have.
+
+    Two tensors get one buffer when one of them is read as a whole (``clone``, ``detach`` in most
+    cases, the source of ``copy_``), which it remembers until it is changed, and the other one is
+    made or changed by that. So a buffer is a tensor's own if nothing has read the tensor, and
+    nothing has changed it since ``own_buffers``.
+    """
+    numbers = map(torch_xla._XLAC._unique_id_for_ir_and_data, tensors)
+    changes = map(torch._functionalize_mutation_counter, tensors)
+    known = _owners.changes_of(tensors)
+    # "node, 0" of a tensor that a traced operation has read, else the number of its buffer.
+    return [
+        tensor
+        for tensor, number, change, before in zip(tensors, numbers, changes, known, strict=True)
+        if change != before or "," in number
+    ]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return a number that identifies a tensor's storage, which it shares with its views."""
+    return tensor.untyped_storage()._cdata
+
+
+def own_buffers(tensors: Sequence[Tensor]) -> None:
+    """Remember that no other tensors have the buffers of these."""
+    _owners.remember(tensors)
+
+
+class _Owners:
+    """Storages of tensors whose buffers were their own, with the changes counted until then."""
+
+    def __init__(self) -> None:
+        self._changes: dict[int, int] = {}
+        self._refs: dict[int, StorageWeakRef] = {}  # no other storage gets the address meanwhile
+        self._roots: dict[int, weakref.ref[Tensor]] = {}  # tensors that are no views
+        self._limit = 1024
+
+    def changes_of(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the changes that were counted; 0 of tensors that are not known."""
+        get, storages = self._changes.get, map(Tensor.untyped_storage, tensors)
+        return [get(address, 0) for address in map(_ADDRESS, storages)]
+
+    def is_known_root(self, tensor: Tensor, address: int) -> bool:
+        ref = self._roots.get(address)
+        return ref is not None and ref() is tensor
+
+    def remember(self, tensors: Sequence[Tensor]) -> None:
+        changes = map(torch._functionalize_mutation_counter, tensors)
+        for tensor, change in zip(tensors, changes, strict=True):
+            storage = tensor.untyped_storage()
+            address = storage_of(tensor)
+            if address not in self._refs:
+                self._refs[address] = StorageWeakRef(storage)
+            self._changes[address] = change
+            if not _view_of(tensor):
+                self._roots[address] = weakref.ref(tensor)
+        if len(self._refs) > self._limit:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget storages that are gone."""
+        for address in [at for at, ref in list(self._refs.items()) if ref.expired()]:
+            for each in (self._changes, self._roots, self._refs):  # the reference last
+                each.pop(address, None)  # type: ignore[attr-defined]
+        self._limit = 2 * len(self._refs) + 1024
+
+
+_owners = _Owners()
+
+
+def _view_of(tensor: Tensor) -> Any:
+    """Return how a tensor is made from the one that it is a view of, [] of others."""
+    return torch._C._functionalization.get_view_meta_sequence(tensor)
 
 
 def drop_pending() -> None:

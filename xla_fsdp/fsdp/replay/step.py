@@ -289,7 +289,6 @@ class _RankStep:
         gives another program."""
         began = time.perf_counter()
         args, kwargs = pytree.tree_unflatten(leaves, tree)
-        self._separate()
         numbers = program.numbers
         # With other numbers the program would differ: zeros are constants, equal ones one input.
         with self._state.numbers.set_to(numbers.options, numbers.counts):
@@ -392,7 +391,6 @@ class _RankStep:
         for optimizer in self._state.steppers():
             make_state(optimizer)  # or the first step would be a program of its own
         self._renew()
-        self._separate()
         trace = Trace(self._state, leaves, self._device, refuses=self._options.refuses)
         result = trace.run(self._step, args, kwargs)
         if trace.seen.first_read:
@@ -403,13 +401,6 @@ class _RankStep:
         result = self._tracer.call(functools.partial(trace.execute, result))
         self._learn(key, trace)
         return result
-
-    def _separate(self) -> None:
-        """Let copies that the caller has made between steps share no buffer with what the step
-        changes."""
-        host.settle()
-        for known in itertools.chain(*self._programs.values()):
-            known.separate()
 
     def _renew(self) -> None:
         """Look into the state again; let programs go that hold other modules, optimizers or

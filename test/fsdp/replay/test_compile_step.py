@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from test.common import copies as copies_module
 from test.common.memory import peak, reset_peak
 from test.common.ranks import FAST_COMPILE, ChildError, cached_outcome, run_on_ranks
 from test.common.replay import JOBS, STEPS, run_jobs
@@ -279,6 +280,39 @@ def job_of_sgd() -> tuple[Any, Any]:
     """Return a sharded layer and its optimizer."""
     model = fsdp(make(lambda: nn.Linear(3, 3)))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def in_turns(period: int, *, compiled: bool) -> list[Any]:
+    """Return the losses of two layers, of which a plain argument chooses the one that is trained,
+    and the replays."""
+    models = [fsdp(make(lambda: nn.Linear(3, 3))) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+
+    def train(x: Tensor, first: bool) -> Tensor:
+        model, optimizer = (models[not first], optimizers[not first])
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step: Any = compile_step(train, state=[models, optimizers]) if compiled else train
+    x = torch.ones(2, 3).to(ops.device())
+    losses = [step(x, number % period == 0).item() for number in range(14)]
+    return [losses, step.replays if compiled else 0]
+
+
+@scenario
+def turns(rank: int) -> list[Any]:
+    return [in_turns(period, compiled=each) for period in (2, 3) for each in (False, True)]
+
+
+def test_two_optimizers_in_turns_count_for_themselves() -> None:
+    (even, _), (compiled_even, even_replays), (third, _), (compiled_third, replays) = result(
+        "turns"
+    )
+    assert (compiled_even, compiled_third) == (even, third)
+    assert min(even_replays, replays) >= 6
 
 
 @scenario
@@ -820,6 +854,25 @@ def test_copies_made_between_steps_keep_their_values() -> None:
     (traced, _), (compiled, replays) = result("copies")
     assert compiled == traced
     assert replays >= 4
+
+
+@scenario
+def more_copies(rank: int) -> list[str]:
+    ways = ["copy_, sync", "exchange", "swap", "best", "chain", "states"]
+    return copies_module.differing(rank, ["whole"], ways, [1])
+
+
+def test_copies_of_all_kinds_share_no_buffer_with_what_replays_donate() -> None:
+    assert result("more_copies") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("name", ["adamw", "whole", "stacked", "streamed"])
+def test_copies_of_all_kinds_on(name: str, num_ranks: int) -> None:
+    ways = [*copies_module.WAYS]
+    run = copies_module.differing
+    assert run_on_ranks(run, num_ranks, [name], ways, [None, 1], timeout=1800) == [[]] * num_ranks
 
 
 def viewed(*, compiled: bool) -> list[Any]:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import os
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -434,3 +435,13 @@ def test_what_a_check_leaves_in_a_list_has_its_values() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         compile_step(lambda x: x, **options)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{torch.ones(2)}, weakref.ref(nn.Linear(2, 2)), functools.partial(torch.tanh), torch.tanh],
+)
+def test_state_that_cannot_be_followed_is_refused(given: Any) -> None:
+    for state in (given, [nn.Linear(2, 2), given]):
+        with pytest.raises(TypeError, match=r"state= got .* cannot be followed"):
+            compile_step(lambda x: x, state=state)

@@ -345,7 +345,7 @@ class _Owners:
         """Forget storages that are gone."""
         for address in [at for at, ref in list(self._refs.items()) if ref.expired()]:
             for each in (self._changes, self._roots, self._refs):  # the reference last
-                each.pop(address, None)  # type: ignore[attr-defined]
+                each.pop(address, None)
         self._limit = 2 * len(self._refs) + 1024
 
 

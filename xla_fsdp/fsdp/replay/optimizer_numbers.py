@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from xla_fsdp.fsdp.replay.host_numbers import Expression, HostNumbers, expression_of, plain
 
 Key = tuple[Any, ...]
+Begin = tuple[int, float]
+"""Number of an optimizer, and with what its counts begin a step."""
 
 
 @dataclass
@@ -44,10 +46,20 @@ def _is_count(value: Any) -> bool:
 
 @dataclass
 class Count:
-    """A number in the state of a parameter, which most steps raise by one."""
+    """A number in the state of a parameter, which most steps raise by one.
+
+    Args:
+        optimizer: the number of the optimizer that has it.
+    """
 
     state: dict[str, Any]
     name: str
+    optimizer: int
+
+    @property
+    def begin(self) -> Begin:
+        """What counts have in common that are one source: the number that it has now."""
+        return self.optimizer, self.read()
 
     def read(self) -> float:
         value = self.state[self.name]
@@ -81,20 +93,27 @@ class OptimizerNumbers:
 
     def counts(self) -> list[Count]:
         """Return all counts, in one order."""
-        states = [
-            state
-            for optimizer in self._optimizers
-            for state in optimizer.state.values()
-            if isinstance(state, dict)
-        ]
+        states: dict[int, tuple[dict[str, Any], int]] = {}
+        for number, optimizer in enumerate(self._optimizers):
+            for state in optimizer.state.values():
+                if isinstance(state, dict):  # one around another optimizer has the same
+                    states.setdefault(id(state), (state, number))
         return [
-            Count(state, name)
-            for state in _once(states)
+            Count(state, name, number)
+            for state, number in states.values()
             for name, value in state.items()
             if _is_count(value)
         ]
 
-    def tensors(self, keys: dict[float, Key]) -> dict[int, tuple[Key, float]]:
+    @staticmethod
+    def keys_of(begins: Sequence[Begin]) -> dict[Begin, Key]:
+        """Return the key of each begin; that of one optimizer does not depend on others, which may
+        have stepped more often or less."""
+        known = sorted({*begins})
+        within = [sum(each[0] == one[0] for each in known[:n]) for n, one in enumerate(known)]
+        return {one: ("count", one[0], number) for one, number in zip(known, within, strict=True)}
+
+    def tensors(self, keys: dict[Begin, Key]) -> dict[int, tuple[Key, float]]:
         """Return key and number of each host tensor that is an option or a count, by its ``id``.
 
         Args:
@@ -103,17 +122,16 @@ class OptimizerNumbers:
         options = self.options()
         found = {id(value): (key, options[key]) for key, value in self._values() if key in options}
         for count in self.counts():
-            number = count.read()
-            found[id(count.state[count.name])] = keys[number], number
+            found[id(count.state[count.name])] = keys[count.begin], count.read()
         return found
 
     @contextmanager
-    def traced(self, numbers: HostNumbers, keys: dict[float, Key]) -> Iterator[OptionChanges]:
+    def traced(self, numbers: HostNumbers, keys: dict[Begin, Key]) -> Iterator[OptionChanges]:
         """Let optimizers compute with traced numbers inside the block.
 
         Args:
             numbers: gets the expressions.
-            keys: the key of counts that begin with a number.
+            keys: of counts, ``keys_of``.
 
         Yields:
             What the block has done to options, filled in when it ends.
@@ -133,7 +151,7 @@ class OptimizerNumbers:
         for count in self.counts():
             value = count.state[count.name]
             if not isinstance(value, Tensor):
-                count.state[count.name] = numbers.source(keys[value], value)
+                count.state[count.name] = numbers.source(keys[count.begin], value)
                 placed.append((None, count.state, count.name, None))
         try:
             yield changes

@@ -84,8 +84,8 @@ class Numbers:
     Args:
         options: of optimizers' groups.
         counts: in states of optimizers.
-        members: positions of the counts that began with the same number, for each such number.
-        begins: these numbers.
+        members: positions of the counts of one optimizer that began with the same number, for each.
+        keys: of these numbers.
         deltas: what the step added to each count.
         outcomes: of comparisons between them.
         updates: of options that the step computes from numbers.
@@ -94,7 +94,7 @@ class Numbers:
     options: dict[Key, float]
     counts: list[float]
     members: list[list[int]]
-    begins: list[float]
+    keys: list[Key]
     deltas: list[float]
     outcomes: dict[Expression, Any]
     updates: dict[Key, Expression]
@@ -325,8 +325,7 @@ class Program:
         if any(len(found) != 1 for found in read):
             return "counts of steps that were equal differ"
         self._counted = [found.pop() for found in read]
-        counted: dict[Key, float] = {("count", n): each for n, each in enumerate(self._counted)}
-        self._known = options | counted
+        self._known = options | dict(zip(old.keys, self._counted, strict=True))
         return self._host_inputs_differ(self._known)
 
     def _host_inputs_differ(self, known: Mapping[Any, float]) -> str:

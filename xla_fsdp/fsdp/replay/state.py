@@ -275,6 +275,17 @@ class State:
         return list({id(p): p for p in found}.values())
 
 
+def refuse_closed(given: Sequence[Any]) -> None:
+    """Raise a TypeError for an object of ``state=`` that is not looked into."""
+    for each in given:
+        of_tensors = isinstance(each, set | frozenset) and any(isinstance(t, Tensor) for t in each)
+        if of_tensors or (isinstance(each, _CLOSED) and not isinstance(each, PLAIN)):
+            raise TypeError(
+                f"state= got {each!r}; what is in a {type(each).__name__} cannot be followed. Give "
+                f"the modules, optimizers and objects themselves, and tensors in lists or dicts"
+            )
+
+
 def find_given(values: Sequence[Any]) -> list[Any]:
     """Return the modules and optimizers among ``values``."""
     return [each for each in values if isinstance(each, nn.Module | Optimizer)]

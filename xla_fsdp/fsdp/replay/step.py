@@ -8,7 +8,6 @@ on has changed.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 import time
@@ -23,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from xla_fsdp.distributed.xla import host, ops, programs
+from xla_fsdp.distributed.xla import ops, programs
 from xla_fsdp.distributed.xla.worker import Worker
 from xla_fsdp.fsdp.engine.initial_state import make_state
 from xla_fsdp.fsdp.engine.param import UninitializedShard
 from xla_fsdp.fsdp.replay.program import Program
 from xla_fsdp.fsdp.replay.seen import CompileStepError, is_traced
-from xla_fsdp.fsdp.replay.state import PLAIN, State, find_given, modes_now, shown
+from xla_fsdp.fsdp.replay.state import PLAIN, State, find_given, modes_now, refuse_closed, shown
 from xla_fsdp.fsdp.replay.trace import Trace
 
 MANY_TRACES = 12
@@ -91,7 +90,8 @@ def compile_step(
         A callable with the arguments of ``step``.
 
     Raises:
-        TypeError: if ``step`` is no function.
+        TypeError: if ``step`` is no function, or what is in an object of ``state`` cannot be
+            followed: a weak reference, a partial, a set of tensors.
         ValueError: if ``unknown`` is neither, or ``check`` is negative.
     """
     if unknown not in ("raise", "trace"):
@@ -107,6 +107,7 @@ def compile_step(
             f"compile_step got {step!r}, which cannot be called; give it the function that makes a "
             f"training step"
         )
+    refuse_closed(_as_list(state))
     return CompiledStep(step, _Options(state, check, refuses=unknown == "raise"))
 
 
@@ -462,10 +463,16 @@ class _RankStep:
         self._traces_always, self._programs = problem, {}
 
 
+def _as_list(state: Any) -> list[Any]:
+    if state is None:
+        return []
+    return list(state) if isinstance(state, list | tuple) else [state]
+
+
 def _given_to(step: Any, state: Any) -> list[Any]:
     """Return what belongs to the state of a step before it is called: the object of a method, and
     modules and optimizers among the arguments of a partial."""
-    given = [] if state is None else list(state) if isinstance(state, list | tuple) else [state]
+    given = _as_list(state)
     while isinstance(step, functools.partial):
         given += find_given(pytree.tree_leaves((step.args, step.keywords)))
         step = step.func

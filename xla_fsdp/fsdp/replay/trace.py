@@ -57,15 +57,14 @@ class Trace:
         self.facts = state.facts()
         self.facts_after = self.facts
         self._options = self._numbers.options()
-        self._counts = [count.read() for count in self._numbers.counts()]
+        counts = self._numbers.counts()
+        self._counts = [count.read() for count in counts]
+        self._begins = [count.begin for count in counts]
         self._with_state = [set(map(id, each.state)) for each in state.optimizers]
         self._unreduced = [(each.context, list(each.context.unreduced)) for each in state.units]
-        begins = sorted(set(self._counts))
-        self._begins = begins
-        keys = {begin: ("count", number) for number, begin in enumerate(begins)}
         self._found = HostNumbers()
-        self._keys = keys
-        self.seen = Seen(self._found, self._numbers.tensors(keys), refuses=refuses)
+        self._keys = self._numbers.keys_of(self._begins)
+        self.seen = Seen(self._found, self._numbers.tensors(self._keys), refuses=refuses)
         self._buffers = self._find_buffers()
         self._saved = dict(zip(map(id, held), programs.holders_of(held), strict=True))
 
@@ -317,11 +316,10 @@ class Trace:
     def _numbers_after(self) -> Numbers:
         now = [count.read() for count in self._numbers.counts()]
         deltas = [new - old for new, old in zip(now, self._counts, strict=False)]
-        members = [[n for n, c in enumerate(self._counts) if c == b] for b in self._begins]
+        members = [[n for n, b in enumerate(self._begins) if b == one] for one in self._keys]
+        keys = [*self._keys.values()]
         outcomes, updates = self._found.outcomes, self._changes.updates
-        return Numbers(
-            self._options, self._counts, members, self._begins, deltas, outcomes, updates
-        )
+        return Numbers(self._options, self._counts, members, keys, deltas, outcomes, updates)
 
     def unknown(self, program: Program, positions: Sequence[int]) -> str:
         """Say which host inputs of a program nothing explains, and where they entered."""

@@ -248,9 +248,12 @@ def unshare(tensors: Sequence[Tensor]) -> None:
     different = list({tensor_id(each): each for each in tensors}.values())
     scalars = [each for each in different if not each.dim()]
     put(scalars, ops.upload_all(copies(scalars)))
-    first: dict[int | None, Tensor] = {}
-    buffers = buffers_of(different)
-    same = [t for t, b in zip(different, buffers, strict=True) if first.setdefault(b, t) is not t]
+    first: dict[int | None, int] = {}
+    same = []
+    for tensor, buffer in zip(different, buffers_of(different), strict=True):
+        at = storage_of(tensor)
+        if first.setdefault(buffer, at) != at:  # views of one tensor stay so
+            same.append(tensor)
     put(same, copies_of(same))
 
 

@@ -52,7 +52,8 @@ class Trace:
         held = [*self._own(leaves), *self._before.values()]
         ops.compute(held)
         programs.unshare(held)
-        self._shared = {*programs.buffers_of(programs.find_shared(held))}
+        functional = [each for each in held if torch._is_functional_tensor(each)]
+        self._shared = {*programs.buffers_of(programs.find_shared(functional))}
         self._seed = ops.get_rng_state(device)
         self.facts = state.facts()
         self.facts_after = self.facts

@@ -47,11 +47,14 @@ class _ParsedError(Exception):
 def complaint(command: str) -> str:
     """What a script says against a command, "" for nothing; run in the child."""
     words = [each for each in shlex.split(command, comments=True) if each != ELLIPSIS]
-    parse = argparse.ArgumentParser.parse_args
+    parser = argparse.ArgumentParser
 
-    def parse_and_leave(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
-        parse(self, *args, **kwargs)
-        raise _ParsedError
+    def and_leave(parse: Any) -> Any:
+        def parse_and_leave(*args: Any, **kwargs: Any) -> Any:
+            parse(*args, **kwargs)
+            raise _ParsedError
+
+        return parse_and_leave
 
     said, run = io.StringIO(), runpy.run_path
     if words[0] == "-m":
@@ -59,7 +62,8 @@ def complaint(command: str) -> str:
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(said),
-        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_leave),
+        mock.patch.object(parser, "parse_args", and_leave(parser.parse_args)),
+        mock.patch.object(parser, "parse_intermixed_args", and_leave(parser.parse_intermixed_args)),
         mock.patch.object(sys, "argv", words),
         mock.patch.object(sys, "path", [str(Path(words[0]).parent), *sys.path]),
     ):

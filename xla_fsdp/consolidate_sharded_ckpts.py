@@ -13,6 +13,7 @@ one line for each. What is interrupted (Ctrl-C, SIGTERM, SIGHUP) removes its tem
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -57,7 +58,8 @@ PROGRAM = "consolidate_sharded_ckpts"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: ``sys.argv[1:]``); return the exit code."""
     parser = _parser()
-    args = parser.parse_args(_plain_arguments(sys.argv[1:] if argv is None else argv, parser))
+    plain = _plain_arguments(sys.argv[1:] if argv is None else argv, parser)
+    args = parser.parse_intermixed_args(plain)  # the path may come after options
     if problem := _name_prefix(args):
         parser.error(problem)
     if (args.command == "convert") != (args.to is not None):
@@ -72,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = "" if args.command == "inspect" else ": what it had written is removed"
         _write_lines([f"interrupted by {signal.Signals(number).name}{what}"])
         return 128 + number
+    except BrokenPipeError:  # who read the output has enough, as ``head`` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not written
+        return 128 + signal.SIGPIPE
     _write_lines(problems)
     return 2 if problems else 0
 

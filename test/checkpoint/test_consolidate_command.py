@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from queue import Queue
@@ -12,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from test.common.ranks import ROOT, run_python
+from test.common.ranks import ROOT, environment, run_python
 from test.common.saving import save_step
 from test.common.shard_maker import bits, every_kind, snapshot
 from xla_fsdp import consolidate_sharded_ckpts
@@ -259,6 +263,11 @@ def test_what_a_person_meant(
     assert main(["run", "--to_world_size", "3"]) == 0
     assert (tmp_path / "run_3_ranks" / "step_00000001" / "complete.json").exists()
     assert list(tmp_path.glob(".pth*")) == []
+    assert main(["convert", "run/step_00000001", "--to", "hf"]) == 0
+    assert main(["inspect", "--verify", "run_step_00000001_hf"]) == 0
+    assert main(["inspect", "--verify", "run"]) == 0
+    assert main(["convert", "--to", "torch", "run"]) == 0
+    assert (tmp_path / "run.pth").exists()
     capsys.readouterr()
     refused = {
         ("run", "--save_path", "hf"): "Write hf/ for a directory that from_pretrained loads",
@@ -267,6 +276,8 @@ def test_what_a_person_meant(
         ("list", "run/step_00000001"): "is one step; list ",
         ("list", "run_3_ranks/step_00000001/"): "is one step; list ",
         ("list", "."): "holds no step that save_checkpoint wrote",
+        ("list", "ru\0n"): "has a zero byte, which no path has",
+        ("merge", "ru\0n"): "has a zero byte, which no path has",
     }
     before = snapshot(run)
     for arguments, text in refused.items():
@@ -281,6 +292,20 @@ def test_what_a_person_meant(
     with pytest.raises(SystemExit):
         main([])
     assert "which files? Give --ckpt_prefix" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(tmp_path: Path) -> None:
+    save_step(tmp_path / "run", 1, 2)
+    reading, writing = os.pipe()
+    os.close(reading)
+    arguments = [sys.executable, "-m", "xla_fsdp.consolidate_sharded_ckpts", "inspect", "run"]
+    own = environment({"PYTHONPATH": str(ROOT)})
+    with os.fdopen(writing) as pipe:
+        child = subprocess.run(
+            arguments, cwd=tmp_path, env=own, stdout=pipe, stderr=subprocess.PIPE
+        )
+    assert child.returncode == 128 + signal.SIGPIPE
+    assert b"Error" not in child.stderr
 
 
 def test_a_file_that_a_step_lacks_is_listed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import pickle
 import random
 import re
@@ -262,6 +263,18 @@ def test_a_model_alone_is_imported(tmp_path: Path) -> None:
     content = torch.load(tmp_path / "f.pth", weights_only=True)
     assert content.keys() == {"model"}
     assert bits(content["model"]) == bits(net.state_dict())
+
+
+def test_directories_of_python_3_13_are_read(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where paths, of which DCP's metadata holds one, are in another module."""
+    shutil.copytree(exported, tmp_path / "d")
+    monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)
+    monkeypatch.setattr(pathlib.PosixPath, "__module__", "pathlib._local")
+    edit(lambda metadata: None)(tmp_path / "d")
+    assert b"pathlib._local" in (tmp_path / "d" / ".metadata").read_bytes()
+    assert run("--ckpt_prefix", tmp_path / "d", "--save_path", tmp_path / "full.pth") == 0
 
 
 def test_an_existing_directory_is_kept_unless_overwrite(

@@ -90,8 +90,11 @@ def reduce_scatter(rank: int, world: int) -> dict[str, Any]:
     )
     out = torch.zeros(5, device=x.device)
     scatter(x, output=out)
+    other = torch.zeros(2, 4, device=x.device)  # torch_xla gives it the shape of the result
+    scatter(x, output=other)
     once, twice = scatter([x, 2 * x])
-    return host({"plain": scatter(x), "output": out, "list, x": once, "list, 2 x": twice})
+    outputs = {"output": out, "other output": other}
+    return host({"plain": scatter(x), **outputs, "list, x": once, "list, 2 x": twice})
 
 
 def all_reduce(rank: int) -> dict[str, Any]:
@@ -335,6 +338,7 @@ def test_reduce_scatter_gives_each_rank_its_part(results: list[dict[str, Any]]) 
     for rank in results:
         got = rank["reduce_scatter"]
         assert got["plain"] == got["output"] == got["list, x"] == expected.tolist()
+        assert got["other output"] == expected.tolist()
         assert got["list, 2 x"] == (2 * expected).tolist()
 
 

@@ -218,6 +218,7 @@ def errors(rank: int, folder: Path) -> dict[str, str]:
         "nothing": message(lambda: load_checkpoint(folder / "x", model)),
         "missing ok": str(load_checkpoint(folder / "x", model, missing_ok=True)),
         "no step": message(lambda: load_checkpoint(folder / "adamw", model, step=7)),
+        "step's kind": message(lambda: load_checkpoint(folder / "adamw", model, step=True)),
         "class": message(lambda: load_checkpoint(folder / "adamw", model, sgd)),
         "scheduler": message(lambda: load_without_scheduler(folder / "ties")),
     }
@@ -357,6 +358,10 @@ def disagree(rank: int, directory: Path) -> dict[str, Any]:
     exchange(b"")
     found["third"] = message(lambda: save_checkpoint(directory, again, step=5))
     save_checkpoint(directory, again, step=6, take_over=True)
+    other = fsdp(make(TiedNet))
+    found["same step"] = message(lambda: save_checkpoint(directory, other, step=6))
+    load_checkpoint(directory, other)
+    save_checkpoint(directory, other, step=6)
     return {**found, "latest": latest_step(directory)}
 
 
@@ -557,6 +562,7 @@ def test_errors_are_the_same_on_all_ranks_and_leave_everything_alone() -> None:
     assert "/x holds no complete step that all ranks see" in found["nothing"]
     assert found["missing ok"] == "{'step': None, 'extra': None}"
     assert "/adamw holds no step 7 that is complete; there is 1, 2" in found["no step"]
+    assert found["step's kind"] == "ValueError: step=True; expected a whole number, 0 or more"
     assert "group 0 of the optimizer joins parameters of several groups" in found["class"]
     assert re.search(r"step_0+\d+: the checkpoint holds no lr_scheduler; load", found["scheduler"])
     assert found["unchanged"] == "True"
@@ -608,6 +614,9 @@ def test_ranks_agree_first_and_jobs_do_not_mix() -> None:
         assert f"/disagree belongs to job {name}, which began to save step 1 there" in found[name]
         assert "pass take_over=True; if not, save to another directory" in found[name]
     assert found["latest"] == 6
+    assert (
+        "step 6 was saved there by another model, whose files this one would" in found["same step"]
+    )
 
 
 def test_hosts_agree_on_the_step_that_all_have() -> None:

@@ -375,3 +375,70 @@ def several_models(rank: int) -> dict[str, Any]:
 def test_one_optimizer_steps_a_sharded_and_a_plain_model() -> None:
     found = result("several_models")
     assert all(torch.equal(a, b) for a, b in zip(found[False], found[True], strict=True))
+
+
+# ---------------------------------------------------------------- losses of other models
+
+
+def adversarial(rank: int, lean: bool) -> dict[str, Any]:
+    """Train a generator against a discriminator, which is stepped in backward if ``lean``."""
+    import torch_xla
+
+    from xla_fsdp import Recipe, full_state_dict, parallelize
+
+    torch.manual_seed(5)
+    generator, critic = square_layers(), square_layers()
+    to_make, to_judge = MOMENTUM(generator.parameters()), MOMENTUM(critic.parameters())
+    generator, *_ = parallelize(generator, to_make, Recipe("plain"))
+    critic, *_ = parallelize(critic, to_judge, Recipe("lean") if lean else Recipe("plain"))
+    x = batch(0, rank).to(torch_xla.device())
+    said = message(lambda: critic(generator(x)))
+    for _ in range(STEPS):
+        made = generator(x)
+        (critic(made.detach()).mean() - critic(x).square().mean()).backward()
+        to_judge.step()
+        to_judge.zero_grad()
+        critic.requires_grad_(False)
+        critic(made).square().mean().backward()
+        to_make.step()
+        to_make.zero_grad()
+        critic.requires_grad_(True)
+        torch_xla.sync()
+    states = {"made": full_state_dict(generator), "judge": full_state_dict(critic)}
+    found = {name: {n: v.cpu() for n, v in state.items()} for name, state in states.items()}
+    given = x.clone().requires_grad_()
+    critic(given).mean().backward()  # a gradient of an input of the user's
+    assert given.grad is not None
+    return {"said": said, **found}
+
+
+def square_layers() -> nn.Module:
+    blocks = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(3)]
+    return Blocks(blocks)
+
+
+class Blocks(nn.Module):
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@scenario
+def generator_and_critic(rank: int) -> dict[bool, Any]:
+    return {lean: adversarial(rank, lean) for lean in (True, False)}
+
+
+def test_a_loss_of_another_model_does_not_step_a_model_in_backward() -> None:
+    for rank in range(2):
+        lean, plain = (result("generator_and_critic", rank)[each] for each in (True, False))
+        assert plain["said"] == "nothing was raised"
+        assert "a Blocks, whose steps lie in backward" in lean["said"]
+        assert "requires_grad_(False) of the Blocks before this forward" in lean["said"]
+        assert "Recipe(step_in_backward=False)" in lean["said"]
+        for name in ("made", "judge"):
+            torch.testing.assert_close(lean[name], plain[name], rtol=1e-4, atol=1e-6)

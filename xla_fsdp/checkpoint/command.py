@@ -27,7 +27,7 @@ from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, listed, one_
 from xla_fsdp.checkpoint.model_files import DTYPES, Kind, Layout, kind_of, parse_rule, parse_size
 from xla_fsdp.checkpoint.outputs import Job, WriteOptions
 from xla_fsdp.checkpoint.plan import absent_names
-from xla_fsdp.checkpoint.read_model import open_model
+from xla_fsdp.checkpoint.read_model import INDEX, open_model
 from xla_fsdp.checkpoint.reshard_files import plan_reshard, step_of
 from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, Shard, describe_found
 from xla_fsdp.checkpoint.step_table import describe_steps
@@ -60,7 +60,7 @@ def run(args: Namespace, status: Status) -> list[str]:
 
 
 def _inspect(args: Namespace, status: Status) -> list[str]:
-    if args.ckpt_suffix == DEFAULT_SUFFIX and os.path.isfile(os.path.expanduser(args.ckpt_prefix)):
+    if args.ckpt_suffix == DEFAULT_SUFFIX and _is_model(os.path.expanduser(args.ckpt_prefix)):
         _inspect_model(args)
         return []
     shards, problems = look_at_shards(
@@ -81,8 +81,15 @@ def _inspect(args: Namespace, status: Status) -> list[str]:
     return [one_line(problem) for problem in problems]
 
 
+def _is_model(path: str) -> bool:
+    """Whether this is one file, or a directory as ``--save_path hf/`` makes it."""
+    return os.path.isfile(path) or any(
+        os.path.isfile(os.path.join(path, f"model.safetensors{end}")) for end in ("", INDEX)
+    )
+
+
 def _inspect_model(args: Namespace) -> None:
-    """Describe one file that is no prefix of shards' files: a shard, or a full model."""
+    """Describe what is no prefix of shards' files: one shard, or a full model."""
     with suppress(CheckpointError):
         shard = open_shard(args.ckpt_prefix)
         for line in describe_shards([shard]):
@@ -111,8 +118,6 @@ def _list(args: Namespace) -> list[str]:
 
 def _consolidate(args: Namespace, status: Status) -> None:
     output = output_path(args.ckpt_prefix, args.save_path or _default_path(args))
-    if args.to_world_size is not None and not args.save_path:
-        output = f"{output.removesuffix(f'{OUTPUT_MARK}.pth')}_{args.to_world_size}_ranks"
     kind = _kind(args, output)
     options = _options(args, kind)
     shards = read_shards(
@@ -204,10 +209,13 @@ def _options(args: Namespace, kind: Kind) -> MergeOptions:
 
 
 def _default_path(args: Namespace) -> str:
-    """Return where ``convert`` writes; "" for the default of all others."""
+    """Return where ``convert`` writes, and shards of other ranks; "" for the default of merging."""
+    start = output_path(args.ckpt_prefix, "").removesuffix(f"{OUTPUT_MARK}.pth")
+    if args.to_world_size is not None:
+        return f"{start}_{args.to_world_size}_ranks"
     if args.to is None:
         return ""
-    return f"{args.ckpt_prefix.rstrip('/')}{'.pth' if args.to == 'torch' else f'_{args.to}'}"
+    return f"{start}{'.pth' if args.to == 'torch' else f'_{args.to}'}"
 
 
 def _kind(args: Namespace, output: str) -> Kind:

@@ -328,9 +328,12 @@ _METADATA = "torch.distributed.checkpoint.metadata."
 _KNOWN = {  # in DCP's metadata, beside dtypes
     "torch.Size",
     "torch.serialization._get_layout",
-    "pathlib.PosixPath",
-    "pathlib.PurePosixPath",
-    "pathlib.Path",
+    *(
+        f"pathlib.{inside}{pure}{system}Path"  # where Python 3.13 and the others have them
+        for inside in ("", "_local.")
+        for pure in ("", "Pure")
+        for system in ("", "Posix", "Windows")
+    ),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     _METADATA + "BytesStorageMetadata",
     _METADATA + "ChunkStorageMetadata",

@@ -42,11 +42,14 @@ def full_path(path: str | os.PathLike[str], name: str = "the path") -> str:
     slash at its end. ``name`` is what an error calls it.
 
     Raises:
-        CheckpointError: if the path is empty, as where a variable of a shell is not set.
+        CheckpointError: if the path is empty, as where a variable of a shell is not set, or has a
+            zero byte.
     """
     text = os.fspath(path).removeprefix(LOCAL)
     if not text:
         raise CheckpointError(f"{name} is empty; expected one ('.' is the working directory)")
+    if "\0" in text:
+        raise CheckpointError(f"{name}: {text!r} has a zero byte, which no path has")
     if "://" in text:
         return re.sub(r"(?<=[^:/])/+$", "/", text)
     return os.path.join(os.getcwd(), os.path.expanduser(text))

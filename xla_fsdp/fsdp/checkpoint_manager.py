@@ -269,10 +269,13 @@ class CheckpointManager:
             What was loaded; None if there is no complete step.
 
         Raises:
+            ValueError: if ``step`` is neither a whole number nor "best".
             CheckpointError: on all ranks; nothing has changed then. If no step is whole; if
                 ``step`` is not there; if the model or the objects are other ones.
         """
         check_wrapped(model)
+        if step not in (None, "best"):
+            checked_step(step)
         self.wait()
         wait_for_earlier(model)
         ranks = own_ranks()

@@ -119,10 +119,11 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
         if chosen is None or chosen.state_dict_type is not FULL or is_summoned:
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         full = full_state_dict(self, rank0_only=_rank0_only(chosen.state_dict_config))
-        if destination is None:
+        if destination is None and not prefix:
             return full
-        destination.update({prefix + name: value for name, value in full.items()})
-        return destination
+        found: dict[str, Any] = {} if destination is None else destination
+        found.update({prefix + name: value for name, value in full.items()})
+        return found
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -153,7 +154,7 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
             group: has no effect, as the mesh says who shares a parameter.
 
         Raises:
-            ValueError: as ``xla_fsdp.optim_state_dict``.
+            ValueError: as ``xla_fsdp.optim_state_dict``, or if ``optim_state_dict`` is none.
         """
         if optim_state_dict is not None:
             optim = _with_state(optim, optim_state_dict)
@@ -214,6 +215,11 @@ def unchosen(module: nn.Module) -> Iterator[None]:
 
 def _with_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Optimizer:
     """Return a stand-in for ``optimizer`` that has the state of one of its state dicts."""
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"optim_state_dict has the entries {sorted(state_dict)}; give what optim.state_dict() "
+            f"returned, with state and param_groups"
+        )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found: Any = object.__new__(type(optimizer))
     vars(found).update(vars(optimizer))

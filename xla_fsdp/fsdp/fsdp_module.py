@@ -66,7 +66,7 @@ class FSDPModule(ShardedModule):
         """Apply ``fn`` as ``nn.Module`` does; shards on the meta device may get memory by it."""
         self._fsdp_unit.reshard()
         waiting = [param for param in self._fsdp_unit.group.params if param.waits_for_memory]
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        result = super()._apply(fn, recurse)
         for param in waiting:
             param.take_memory(has_values=False)
         return result

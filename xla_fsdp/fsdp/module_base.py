@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from xla_fsdp.checkpoint.save_numbers import numbered
 from xla_fsdp.comm_hooks import CommHook, Hook
 from xla_fsdp.distributed.collectives import XlaCollectives
 from xla_fsdp.fsdp.engine.clip_grad import check_gradients, clip_grads, clip_grads_by_value_
+from xla_fsdp.fsdp.engine.conversions import without_swaps
 from xla_fsdp.fsdp.engine.module_state import (
     FSDPModuleBase,
     outermost_units,
@@ -24,6 +25,10 @@ from xla_fsdp.fsdp.state_dict.summon import SummonOptions, summoned
 
 class ShardedModule(FSDPModuleBase):
     """A module that runs as a unit. Methods reach the units inside it, too, unless they say no."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        with without_swaps():
+            return super()._apply(fn, recurse)  # type: ignore[misc]
 
     @contextlib.contextmanager
     def no_sync(self, *, sharded: bool = False) -> Iterator[None]:

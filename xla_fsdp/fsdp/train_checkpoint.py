@@ -8,11 +8,12 @@ for; a load changes nothing before all has been read and checked.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 from weakref import WeakKeyDictionary
 
 import torch
@@ -325,6 +326,30 @@ _replaced: WeakKeyDictionary[ShardedModule, frozenset[str]] = WeakKeyDictionary(
 """Tokens of the jobs from whose directories the model was loaded, which it goes on from."""
 
 
+class _SavedPlace(NamedTuple):
+    """Where a rank has saved a model last: ranks on CPU are threads of one process."""
+
+    rank: int
+    where: str
+    step: int
+
+
+_saved_places: WeakKeyDictionary[ShardedModule, _SavedPlace] = WeakKeyDictionary()
+_saved_lock = threading.Lock()
+
+
+def _find_other_model(model: ShardedModule, place: _SavedPlace) -> Iterator[str]:
+    """Yield a line if another model of this job has just saved the same step, which this one would
+    replace; a model that was loaded goes on for another one."""
+    with _saved_lock:
+        others = [each for each, known in _saved_places.items() if known == place]
+    if not _replaced.get(model) and any(each is not model for each in others):
+        yield (
+            f"{place.where}: step {place.step} was saved there by another model, whose files this "
+            f"one would replace; save each model to a directory of its own"
+        )
+
+
 class PendingSave:
     """A save that a thread may still be writing."""
 
@@ -445,8 +470,13 @@ def start_save(
         ]
         problems += state.find_save_problems(extra)
         same = {"optimizer": state.kind_of_optimizer}
-        save = Save(open_storage(directory), ranks, file, step, options.keep, job, metrics, same)
+        storage = open_storage(directory)
+        place = _SavedPlace(ranks.rank, storage.where, step)
+        problems += _find_other_model(model, place)
+        save = Save(storage, ranks, file, step, options.keep, job, metrics, same)
     save.begin(problems)
+    with _saved_lock:
+        _saved_places[model] = place
     try:
         content = state.content(extra, host)
     except Exception as error:  # raised by wait(), on all ranks: none may wait for this one
@@ -491,9 +521,12 @@ def load_checkpoint(
 
     Raises:
         TypeError: if ``model`` is not sharded by FSDP.
+        ValueError: if ``step`` is no whole number.
         CheckpointError: on all ranks, with every problem of every rank; nothing has changed then.
     """
     check_wrapped(model)
+    if step is not None:
+        checked_step(step)
     wait_for_earlier(model)
     objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
     ranks = own_ranks()

@@ -31,6 +31,7 @@ from xla_fsdp.fsdp.engine.optimizer_traits import (
     steps_elementwise,
 )
 from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
 from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
@@ -46,6 +47,10 @@ def step_in_backward(
     parameters that still have a gradient (those that FSDP ignores), and schedulers work as usual.
     Under ``model.no_sync()`` gradients accumulate, and the first backward outside makes the step; a
     second one outside before ``optimizer.step()`` makes another, which warns.
+
+    A loss of another model must not reach this one's parameters, as a GAN's generator's reaches the
+    discriminator: a forward whose inputs were computed from parameters of another model raises
+    RuntimeError, unless those of this model need no gradient then (``requires_grad_(False)``).
 
     A backward pass changes the model: run it once per step, and not with ``retain_graph``. Hooks on
     the optimizer's step run once for every parameter. To clip by value use a tensor hook. Do not
@@ -70,7 +75,7 @@ def step_in_backward(
     problems = list(_problems(units, optimizer))
     if problems:
         raise ValueError("\n".join(problems))
-    return StepInBackward(units, optimizer, in_loops=in_loops)
+    return StepInBackward(model, units, optimizer, in_loops=in_loops)
 
 
 def _problems(units: list[FSDPState], optimizer: Optimizer) -> Iterator[str]:
@@ -103,8 +108,11 @@ class StepInBackward:
     # Shards hold this object by their hooks. It holds them, and the optimizer, by weak references
     # only: a cycle would keep the model's memory until some later garbage collection.
 
-    def __init__(self, units: list[FSDPState], optimizer: Optimizer, *, in_loops: bool) -> None:
+    def __init__(
+        self, model: nn.Module, units: list[FSDPState], optimizer: Optimizer, *, in_loops: bool
+    ) -> None:
         self._in_loops = in_loops
+        self._model = weakref.ref(model)
         self._units = [weakref.ref(unit) for unit in units]
         self._optimizer = weakref.ref(optimizer)
         held = {id(param) for param in _params(optimizer)}
@@ -140,6 +148,27 @@ class StepInBackward:
             return None
         make_state_of(optimizer, stacks)  # a loop steps nothing that has none
         return OptimizerSliceSteps(optimizer, stacks, self._note)
+
+    def refuse_losses_of_others(self, inputs: Sequence[Tensor]) -> None:
+        """Raise RuntimeError if ``inputs`` were computed from trained parameters that are neither
+        the model's nor the optimizer's, unless nothing of the model is trained now."""
+        model, optimizer = self._model(), self._live_optimizer()
+        units = [unit for each in self._units if (unit := each()) is not None]
+        own = [leaf for unit in units for leaf in unit.group.leaves]
+        if model is None or not any(leaf.requires_grad for leaf in own):
+            return
+        known = {id(each) for each in (*own, *model.parameters(), *_params(optimizer))}
+        if any(id(leaf) not in known for leaf in _trained_before(inputs)):
+            kind = type(getattr(model, "module", model)).__name__  # of what a wrapper wraps
+            raise RuntimeError(
+                f"a {kind}, whose steps lie in backward, was called with an input that depends on "
+                f"parameters of another model. If the loss is to train the other model only (as a "
+                f"GAN's generator), backward would step the {kind}, too: call "
+                f"requires_grad_(False) of the {kind} before this forward, and "
+                f"requires_grad_(True) after backward. If it is to train both, shard them as one "
+                f"module with one optimizer, or leave out the steps in backward: "
+                f"Recipe(step_in_backward=False)"
+            )
 
     def _note(self, stack: Tensor) -> None:
         self._stepped[stack] = current_pass()
@@ -213,6 +242,21 @@ class _StepsSinceStep:
             stacklevel=2,
         )
         self._passes = WeakTensorKeyDictionary()  # one warning for each such backward
+
+
+def _trained_before(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the parameters that autograd reaches from ``tensors``."""
+    waiting = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter):
+            yield leaf
+        waiting += [before for before, _ in node.next_functions]
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
@@ -367,13 +411,13 @@ def _elementwise_names(state: dict[str, Any], like: Tensor) -> list[str]:
     return [
         name
         for name, value in state.items()
-        if isinstance(value, Tensor) and value.dim() and value.shape == like.shape
+        if isinstance(value, Tensor) and value.dim() and value.shape == held_shape(like)
     ]
 
 
 def _has_other_shapes(state: dict[str, Any], stack: Tensor) -> bool:
     tensors = (value for value in state.values() if isinstance(value, Tensor) and value.dim())
-    return any(tensor.shape != stack.shape for tensor in tensors)
+    return any(tensor.shape != held_shape(stack) for tensor in tensors)
 
 
 def _copy(value: Any) -> Any:

@@ -30,6 +30,7 @@ from xla_fsdp.fsdp.engine.param import (
     known_group,
     known_shard,
 )
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
 from xla_fsdp.fsdp.state_dict.optim import same_value
 from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
@@ -260,7 +261,9 @@ class _WholeParams:
 
 
 def _is_like(value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape and value.device == param.device
+    if not isinstance(value, Tensor) or value.device != param.device:
+        return False
+    return value.shape == held_shape(param)
 
 
 class _OwnParts:

@@ -48,6 +48,7 @@ from xla_fsdp.recipe.causal_lm import (
     why_not_streamed,
 )
 from xla_fsdp.recipe.options import SWITCHES, Name, Recipe
+from xla_fsdp.recipe.read_units import gather_what_is_read
 from xla_fsdp.wrap import Ignored, Policy, has_forward, wrap_children
 
 if TYPE_CHECKING:
@@ -163,6 +164,7 @@ def parallelize(
     sharded, scans = _shard(model, units, ends.units(), plan, options, ignored)
     if ends.streams_loss:
         StreamedLoss(ends.causal_lm, ends.causal_lm.get_output_embeddings())
+    gather_what_is_read(sharded, plan.leave_out_unit)
     _watch_forwards(sharded, scans, plan)
     made = _bind(optimizer, sharded, plan)
     plan.refuse_impossible()
@@ -205,6 +207,12 @@ class _Plan:
         where = ", ".join(self.done["scan"])
         self.done = {name: each for name, each in self.done.items() if name not in LOOPS}
         self.leave_out("scan", where, why)
+        _say(self.left_out[-1])
+        self.write_report()
+
+    def leave_out_unit(self, why: str) -> None:
+        """Tell that a forward showed why a unit is gathered for all of it."""
+        self.leave_out("units", "", why)
         _say(self.left_out[-1])
         self.write_report()
 
@@ -724,8 +732,10 @@ def _watch_forwards(
     if not scans or plan.recipe.scan or isinstance(plan.recipe.remat, tuple):
         return
 
+    inner = model.forward
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = partial(type(self).forward, self, *args, **kwargs)
+        run = partial(inner, *args, **kwargs)
         if not plan.has("scan"):
             return run()
         before = [buffer.detach().clone() for buffer in self.buffers()]

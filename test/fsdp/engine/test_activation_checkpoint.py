@@ -96,6 +96,7 @@ class Counting(nn.Module):
         self.lin = nn.Linear(FEATURES, FEATURES)
         self.register_buffer("run", torch.ones(FEATURES))
         self.register_buffer("other", None)
+        self.register_buffer("seen", torch.zeros(0))
         self.change = change
         self.steps, self.average = 0, None
         self.notes: list[Tensor] = []
@@ -152,6 +153,14 @@ def _containers(module: Any) -> None:
     module.run = total + 0.5
 
 
+def _resized(module: Any) -> None:
+    """As observers of torch.ao do, which ``prepare_qat`` puts into a model."""
+    now = module.run * 0.5 if module.seen.numel() == 0 else module.seen + module.run
+    module.seen.resize_(now.shape)
+    module.seen.copy_(now)
+    module.run.add_(module.seen)
+
+
 CHANGES = {
     "assigned": _assigned,
     "made": _made,
@@ -161,6 +170,7 @@ CHANGES = {
     "attributes": _attributes,
     "attribute in place": _attribute_in_place,
     "containers": _containers,
+    "resized": _resized,
 }
 
 

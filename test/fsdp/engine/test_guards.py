@@ -293,3 +293,42 @@ def test_an_option_that_is_ignored_is_a_warning() -> None:
             "is sharded",
         ]
     ]
+
+
+# ---------------------------------------------------------------- conversions
+
+
+@scenario
+def converted_by_swaps(rank: int) -> dict[str, Any]:
+    """Dtypes after a conversion, for which torch was told to swap tensors."""
+    from torch.__future__ import (
+        get_swap_module_params_on_conversion,
+        set_swap_module_params_on_conversion,
+    )
+
+    from xla_fsdp import fully_shard
+
+    found: dict[str, Any] = {}
+    set_swap_module_params_on_conversion(True)
+    ways = {"wrapper": fsdp, "in place": fully_shard, "nested": nested}
+    for name, shard in ways.items():
+        model = shard(make())
+        before = [id(param) for param in model.parameters()]
+        model.to(torch.float64)
+        x = rows().to(torch.float64).requires_grad_()
+        model(x).sum().backward()
+        same = before == [id(param) for param in model.parameters()]
+        dtypes = {each.dtype for param in model.parameters() for each in (param, param.grad)}
+        found[name] = (same, dtypes)
+    plain = nn.Linear(2, 2)
+    plain.to(torch.float64)
+    found["plain"] = (get_swap_module_params_on_conversion(), {plain.weight.dtype})
+    return found
+
+
+def test_conversions_that_swap_tensors_keep_shards() -> None:
+    for rank in range(2):
+        found = result("converted_by_swaps", rank)
+        assert found == dict.fromkeys(
+            ("wrapper", "in place", "nested", "plain"), (True, {torch.float64})
+        )

@@ -333,6 +333,34 @@ class Leaving(Block):
         return y
 
 
+SUMS: dict[str, list[Tensor]] = {}  # by device
+
+
+class Summing(Block):
+    """Adds to tensors of somebody else, in place: directly, by a view, and unseen by autograd."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        y = torch.tanh(self.lin(x))
+        whole, row, hidden = SUMS[str(x.device)]
+        whole.add_(y.detach().sum())
+        row[1].add_(y.detach().sum(0))
+        hidden.data.mul_(y.detach().mean())
+        return y
+
+
+def sums_of_others() -> tuple[str, list[Any]]:
+    """What is said of ``Summing``, and the sums after an operator of the host computed all that is
+    alive."""
+    import torch_xla
+
+    device = torch_xla.device()
+    sums = SUMS[str(device)] = [torch.ones(n, device=device) for n in ((), (2, WIDTH), (3,))]
+    said = message(partial(scanned(block=Summing), batch()))
+    torch.lgamma(torch.ones(2, device=device))
+    torch_xla.sync()
+    return said, [each.cpu().unique().tolist() for each in sums]
+
+
 class Hooking(Block):
     """Doubles a gradient by a hook."""
 
@@ -543,6 +571,8 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         scanned(block=Gamma)(batch())
     except ValueError:
         torch_xla.sync()  # while the traceback is kept
+    found["Summing"], sums = sums_of_others()
+    found["left by Summing"] = str(sums)
     reversing = scanned(set_factors, Reversing)
     found["Reversing"] = message(lambda: reversing(batch()).sum().backward())
     found["inner_only"] = message(lambda: model(batch(), second_of).sum().backward())
@@ -594,6 +624,8 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Retaining", ["calls retain_grad of a tensor"]),
         ("Differentiating", ["NoLoopError: ", "calls grad of a tensor", "without gradients"]),
         ("Leaving", ["leaves a tensor of shape [] in a dict, a list or another object"]),
+        ("Summing", ["NoLoopError: ", "changes a tensor of shape [] in place that is none of its"]),
+        ("left by Summing", ["[[1.0], [1.0], [1.0]]"]),
         ("left by Averaging", ["(0.0, False)"]),
         ("left by Noting", ["(0.0, False)"]),
         ("Reversing", ["blocks 1 to 1 of a loop have other gradients", "torch.autograd.Function"]),

@@ -718,9 +718,11 @@ def _each(collective: Callable[[Tensor], Tensor], value: Any, output: Any) -> An
 
 
 def _overwrite(old: Tensor, new: Tensor) -> Tensor:
-    """Give ``old`` the value of ``new``, unseen by autograd, as torch_xla's own collectives do."""
+    """Give ``old`` the value and shape of ``new``, unseen by autograd, as torch_xla's own
+    collectives do."""
     if old.shape != new.shape:
-        raise ValueError(f"output has shape {tuple(old.shape)}, the result {tuple(new.shape)}")
+        ops.let_go(old, new)
+        return old
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(old):
         old.copy_(new)
     return old

@@ -14,7 +14,10 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
+from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.distributed.xla import ops
 
 
@@ -98,9 +101,50 @@ def _number(tensor: Tensor) -> int:
     return int(torch_xla._XLAC._xla_get_tensor_id(tensor))
 
 
+class OutsideTensors(TorchFunctionMode):
+    """The tensors of the device that functions are called with inside, and that were there before.
+
+    One that a trace changes in place would be computed from placeholders by the next sync.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first = _number(xb.create_placeholder_tensor((), torch.float32))
+        self._seen: dict[int, tuple[Tensor, int, Tensor]] = {}  # with versions and values
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            for each in (tensor, tensor._base):
+                if each is not None and id(each) not in self._seen and self._is_outside(each):
+                    with torch.no_grad():
+                        self._seen[id(each)] = each, each._version, each.detach().clone()
+        return func(*args, **(kwargs or {}))
+
+    def _is_outside(self, tensor: Tensor) -> bool:
+        on_device = type(tensor) in (Tensor, Parameter) and tensor.device.type == "xla"
+        return on_device and not tensor.is_inference() and _number(tensor) < self._first
+
+    def restore(self) -> list[Tensor]:
+        """Give those that were changed in place their values back, and return them."""
+        changed = [
+            (tensor, value)
+            for tensor, version, value in self._seen.values()
+            if tensor._version != version or _depends_on_placeholders(tensor)
+        ]
+        self._seen = {}
+        with torch.no_grad():
+            for tensor, value in changed:
+                tensor.copy_(value)
+        return [tensor for tensor, _ in changed]
+
+
 def _has_no_value(tensor: Tensor, first: int) -> bool:
-    if _number(tensor) < first:
-        return False
+    return _number(tensor) >= first and _depends_on_placeholders(tensor)
+
+
+def _depends_on_placeholders(tensor: Tensor) -> bool:
     if torch_xla._XLAC._is_placecholder(tensor):
         return True
     if not ops.is_pending(tensor):

@@ -509,6 +509,15 @@ def upload_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     return torch_xla._XLAC._xla_tensors_from_aten(list(tensors), devices, None)
 
 
+def copy_to(target: torch.device, tensor: Tensor) -> Tensor:
+    """Return a copy of ``tensor`` on a device, of a host tensor as a buffer: ``to`` makes one of
+    bf16 a node of a graph, and the first program that changes it in place would be another one."""
+    if tensor.device.type == "cpu" and target.type == "xla":
+        return torch_xla._XLAC._xla_tensors_from_aten([tensor.clone()], [str(target)], None)[0]
+    # A leaf that is a view of another tensor would keep that alive.
+    return tensor.to(target, copy=True)
+
+
 def forget_token() -> None:
     """Drop torch_xla's token, which would make the next program depend on the last one."""
     torch_xla._XLAC._set_all_reduce_token(str(device()), None)

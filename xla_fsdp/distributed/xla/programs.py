@@ -246,7 +246,8 @@ def unshare(tensors: Sequence[Tensor]) -> None:
     such inputs apart, or donate them.
     """
     different = list({tensor_id(each): each for each in tensors}.values())
-    scalars = [each for each in different if not each.dim()]
+    with torch._C.DisableTorchFunctionSubclass():  # a shard answers for the whole parameter
+        scalars = [each for each in different if not each.dim()]
     put(scalars, ops.upload_all(copies(scalars)))
     first: dict[int | None, int] = {}
     same = []

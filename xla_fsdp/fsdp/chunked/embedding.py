@@ -33,6 +33,7 @@ from xla_fsdp.fsdp.chunked.lookup_strategies import (
 )
 from xla_fsdp.fsdp.chunked.weights import WEIGHT, ChunkedWeights
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.state import FSDPState
 
 EXCHANGE_BYTES = 2**26
@@ -104,10 +105,11 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
                 f"would not run; keep it as it is"
             )
         sizes = (embedding.num_embeddings, embedding.embedding_dim)
-        if embedding.weight.shape != sizes:
+        if held_shape(embedding.weight) != sizes:
             raise ValueError(
-                f"the embedding's table has shape {tuple(embedding.weight.shape)}, not {sizes}: it "
-                f"is sharded. Make the streamed one of the plain model's, then shard that"
+                f"the embedding's table has shape {tuple(held_shape(embedding.weight))}, not "
+                f"{sizes}: it is sharded. Make the streamed one of the plain model's, then shard "
+                f"that"
             )
         made = cls(
             *sizes,

@@ -32,6 +32,7 @@ from xla_fsdp.fsdp.chunked.hooks import (
 from xla_fsdp.fsdp.chunked.weights import BIAS, WEIGHT, ChunkedWeights
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
 from xla_fsdp.fsdp.engine.large_linear import weights_are_whole
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.state import FSDPState, refuse_changed
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -115,9 +116,9 @@ class LinearCrossEntropy(nn.Linear, ChunkedModule):
                 f"would not run; keep it as it is"
             )
         sizes = (linear.in_features, linear.out_features, linear.bias is not None)
-        if linear.weight.shape != (linear.out_features, linear.in_features):
+        if held_shape(linear.weight) != (linear.out_features, linear.in_features):
             raise ValueError(
-                f"the layer's weight has shape {tuple(linear.weight.shape)}, not "
+                f"the layer's weight has shape {tuple(held_shape(linear.weight))}, not "
                 f"{(linear.out_features, linear.in_features)}: it is sharded. Make the head of the "
                 f"plain model's layer, then shard the head"
             )

@@ -318,7 +318,10 @@ def _fill(contents: _Contents) -> None:
 def _copy(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for value, tensor in zip(values, tensors, strict=True):
-            tensor.copy_(value)
+            if tensor.shape == value.shape:
+                tensor.copy_(value)
+            else:  # a forward resized it, as observers of torch.ao resize theirs in the first
+                tensor.data = value.clone()
 
 
 class _Saved:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine import save_guards
+from xla_fsdp.fsdp.engine import conversions, save_guards
 from xla_fsdp.fsdp.engine.clip_grad import check_gradients, get_total_norm
 from xla_fsdp.fsdp.engine.initial_state import MakesState
 from xla_fsdp.fsdp.engine.optimizer_traits import (
@@ -106,6 +106,7 @@ def install() -> None:
             _replace("get_total_norm", _count_all_ranks)
             _replace("clip_grads_with_norm_", _need_gradients_of_shards)
             save_guards.install()
+            conversions.install()
             guard_loading()
             parametrize.register_parametrization = _of_full_parameters(
                 parametrize.register_parametrization

@@ -733,8 +733,7 @@ def make_shard(
     flat = cut_shard([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
     rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous()
     shard = ShardParameter(
-        # A copy also on the device, where a leaf that is a view of another tensor keeps that alive.
-        rows if rows.is_meta else rows.to(device, copy=True),
+        rows if rows.is_meta else ops.copy_to(device, rows),
         requires_grad=any(tensor.requires_grad for tensor in tensors),
     )
     shard.shard_rank = rank
@@ -1079,14 +1078,28 @@ def _param_behind(shard: Any) -> FSDPParam | None:
     return known_shard(getattr(shard, "stands_for", shard))
 
 
+class ShardUsedError(RuntimeError):
+    """A shard was used in a forward of which its unit is no part.
+
+    Args:
+        param: the shard's.
+        text: what was done, and what to do.
+    """
+
+    def __init__(self, param: FSDPParam, text: str) -> None:
+        super().__init__(text)
+        self.param = param
+
+
 def _used_in_forward(param: FSDPParam, name: str) -> RuntimeError:
-    return RuntimeError(
+    return ShardUsedError(
+        param,
         f"the shard of {_names_of(param)} was used (by {name}) in a forward. Each rank holds "
         f"another part of the parameter; it is full only in the forward of the FSDP unit that has "
         f"it. Let that unit compute with it, in its forward or in a method registered by "
         f"register_fsdp_forward_method; or move it to the outer unit, which reads it, by not "
         f"making its module a unit; or, where no gradient is needed, read it inside "
-        f"summon_full_params"
+        f"summon_full_params",
     )
 
 

@@ -489,6 +489,11 @@ class Stepper(Protocol):
         """Return how to step ``stacks`` slice by slice; None if that is impossible (now)."""
         ...
 
+    def refuse_losses_of_others(self, inputs: Sequence[Tensor]) -> None:
+        """Raise RuntimeError if a model's ``inputs`` were computed from parameters of another
+        model, whose loss would step this one, too."""
+        ...
+
 
 class CannotSliceError(Exception):
     """A step cannot be made slice by slice and must use unsliced stacks."""

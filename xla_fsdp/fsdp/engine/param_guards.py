@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.pytree import map_tensors
+from xla_fsdp.distributed.xla import ops
 
 # ---------------------------------------------------------------- what functions read
 
@@ -228,21 +229,25 @@ class Dummies:
 
     def __init__(self, dtypes: set[torch.dtype], device: torch.device) -> None:
         self._device = device
-        # Made now, as a step's program would return those that are made in the step.
-        self._tensors = {dtype: self._made(dtype) for dtype in sorted(dtypes, key=str)}
+        # Made now, and as buffers: a program returns what is alive and was not computed before, so
+        # that of the first step would be another one than that of the second.
+        host = torch.device("cpu")
+        self._tensors = {
+            dtype: ops.copy_to(device, self._made(dtype, host)) for dtype in sorted(dtypes, key=str)
+        }
 
     def like(self, tensor: Tensor) -> Tensor:
         """Return the data for ``tensor``."""
         if tensor.is_inference():  # not kept, as code that replaces live tensors expects none
             with torch.inference_mode():
-                return self._made(tensor.dtype)
+                return self._made(tensor.dtype, self._device)
         if tensor.dtype not in self._tensors:  # the dtype of the shards was changed
-            self._tensors[tensor.dtype] = self._made(tensor.dtype)
+            self._tensors[tensor.dtype] = self._made(tensor.dtype, self._device)
         return self._tensors[tensor.dtype]
 
-    def _made(self, dtype: torch.dtype) -> Tensor:
+    def _made(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-        return torch.full((3, 5, 7, 11), value, dtype=dtype, device=self._device)
+        return torch.full((3, 5, 7, 11), value, dtype=dtype, device=device)
 
 
 class Reshard:

@@ -518,6 +518,7 @@ class FSDPState:
             return self._run_in_transform(forward, args, kwargs)
         call = self._begin_call(part)
         inputs = Inputs(args, kwargs)
+        self._refuse_losses_of_others(call, inputs.sources)
         tied, before = self._tie_inputs(call, [self.cast_input(t) for t in inputs.sources])
         compute = self._recompute if call.recomputed else self._compute
         result = compute(call, part, before, partial(inputs.call, forward, tied))
@@ -548,6 +549,13 @@ class FSDPState:
                 f"model.to_empty(device=torch_xla.device()), then values by your own "
                 f"initialization or load_state_dict"
             )
+
+    def _refuse_losses_of_others(self, call: ForwardCall, inputs: Sequence[Tensor]) -> None:
+        stepper, settings = self.group.stepper, self.settings
+        if stepper is None or not (settings.is_root and settings.is_last_backward):
+            return
+        if torch.is_grad_enabled() and not call.recomputed:
+            stepper.refuse_losses_of_others(inputs)
 
     def cast_input(self, tensor: Tensor) -> Tensor:
         """Return an input in the dtype that the unit computes with. An outermost unit moves inputs

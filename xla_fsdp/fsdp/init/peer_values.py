@@ -26,11 +26,11 @@ different seeds, also of rows that were appended."""
 
 @dataclass(frozen=True)
 class _Checksums:
-    """Checksums of parameters: int32 scalars, on the device each is on; host tensors first."""
+    """Checksums of parameters, int32 [n]; those on the host come first."""
 
     names: list[str]
-    on_host: list[Tensor]
-    on_device: list[Tensor]
+    on_host: Tensor
+    on_device: Tensor
 
     def what_to_do(self, at: int) -> str:
         if at < len(self.on_host):
@@ -57,8 +57,7 @@ def note_values(managed: ManagedModules, communication: Communication) -> Callab
     if ops.runtime().compares_facts():
         _expect(sums, 0, sums.on_host)
         return partial(_expect, sums, len(sums.on_host), sums.on_device)
-    stacked = [torch.stack(each) for each in (sums.on_host, sums.on_device) if each]
-    own = torch.cat([each.to(ops.device()) for each in stacked])
+    own = torch.cat([sums.on_host.to(ops.device()), sums.on_device])
     return partial(_compare, sums, communication.everyone.all_gather(own.unsqueeze(0)))
 
 
@@ -72,9 +71,13 @@ def _checksums(managed: ManagedModules) -> _Checksums:
     on_device = {name: each for name, each in params.items() if each.device.type == "xla"}
     return _Checksums(
         [*on_host, *on_device],
-        [_of_host_tensor(each) for each in on_host.values()],
-        [_of_device_tensor(each) for each in on_device.values()],
+        _stacked([_of_host_tensor(each) for each in on_host.values()], torch.device("cpu")),
+        _stacked([_of_device_tensor(each) for each in on_device.values()], ops.device()),
     )
+
+
+def _stacked(sums: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(list(sums)) if sums else torch.zeros(0, dtype=torch.int32, device=device)
 
 
 def _of_host_tensor(tensor: Tensor) -> Tensor:
@@ -92,10 +95,9 @@ def _of_device_tensor(tensor: Tensor) -> Tensor:
     return tensor.sum(dtype=torch.int32)
 
 
-def _expect(sums: _Checksums, first: int, numbers: Sequence[Tensor]) -> None:
+def _expect(sums: _Checksums, first: int, numbers: Tensor) -> None:
     """Note checksums, those from number ``first`` on, as what all ranks must have."""
-    found = torch.stack(list(numbers)).tolist() if numbers else []
-    for at, number in enumerate(found, first):
+    for at, number in enumerate(numbers.tolist() if numbers.numel() else [], first):
         fact = (
             f"sharding of {sums.names[at]} with checksum {number % 2**32:08x} (equal on all ranks "
             f"{sums.what_to_do(at)})"

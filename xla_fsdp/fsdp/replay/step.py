@@ -26,6 +26,7 @@ from xla_fsdp.distributed.xla import ops, programs
 from xla_fsdp.distributed.xla.worker import Worker
 from xla_fsdp.fsdp.engine.initial_state import make_state
 from xla_fsdp.fsdp.engine.param import UninitializedShard
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.replay.program import Program
 from xla_fsdp.fsdp.replay.seen import CompileStepError, is_traced
 from xla_fsdp.fsdp.replay.state import PLAIN, State, find_given, modes_now, refuse_closed, shown
@@ -323,7 +324,7 @@ class _RankStep:
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 same_as = first.setdefault(id(leaf), number)
-                kind = leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device, same_as
+                kind = held_shape(leaf), leaf.dtype, leaf.requires_grad, leaf.device, same_as
                 kinds.append(TensorKind(*kind))
             elif isinstance(leaf, PLAIN):
                 # By its text, in which zeros differ by their sign, and NaN is itself.

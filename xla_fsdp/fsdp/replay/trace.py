@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from xla_fsdp.distributed.xla import host, ops, programs
 from xla_fsdp.distributed.xla.graph import tensor_id
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.replay.host_numbers import HostNumbers, plain
 from xla_fsdp.fsdp.replay.program import (
     HostInput,
@@ -433,7 +434,7 @@ class _Builder:
         """Return shape, dtype and device of the tensors before the step, None without one."""
         found: list[tuple[Any, ...] | None] = [None] * len(self.slots)
         for where, tensor in self._tensors.items():
-            found[self._numbers[where]] = (tensor.shape, tensor.dtype, tensor.device)
+            found[self._numbers[where]] = (held_shape(tensor), tensor.dtype, tensor.device)
         return found
 
     def emptied(self) -> list[int]:

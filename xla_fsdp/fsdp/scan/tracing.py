@@ -29,7 +29,7 @@ from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.distributed.xla.loop import Body, ChangedInPlaceError, TensorSpec, trace_body
-from xla_fsdp.distributed.xla.lost import losing_failed_traces
+from xla_fsdp.distributed.xla.lost import OutsideTensors, losing_failed_traces
 from xla_fsdp.fsdp.engine.activation_checkpoint import regions_run_once
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.param_guards import name_of
@@ -195,12 +195,12 @@ def _trace_block(template: Template) -> BlockTrace:
         *(f"buffer {name}" for name in template.state.names),
     ]
     result: list[tuple[Returned, list[Number]]] = []
-    made, calls = MadeTensors(), GraphCalls()
+    made, calls, outside = MadeTensors(), GraphCalls(), OutsideTensors()
 
     def body(values: list[Tensor]) -> list[Tensor]:
         given, unsharded, tensors, numbers, _ = split(values, list(map(len, parts)))
         made.add(values)
-        with made, calls:
+        with outside, made, calls:
             returned, output, used = template.run(unsharded, tensors, given, numbers)
         result.append((returned, used))
         return [output]
@@ -215,11 +215,23 @@ def _trace_block(template: Template) -> BlockTrace:
             f"run as one loop. Compute a new tensor instead (x = x + y, not x += y), or do not "
             f"scan these blocks (layers with running statistics, such as BatchNorm, cannot be)"
         ) from None
-    if problem := _captured_problem(traced) or made.problem():
+    finally:
+        restored = outside.restore()
+    if problem := _captured_problem(traced) or _outside_problem(restored) or made.problem():
         raise NoLoopError(problem)
     returned, used = result[-1]
     gradient = _trace_gradient(template, parts) if calls.found else None
     return BlockTrace(traced, returned, tuple(used), template.state.without_tensors(), gradient)
+
+
+def _outside_problem(changed: Sequence[Tensor]) -> str | None:
+    for tensor in changed[:1]:
+        return (
+            f"a scanned block changes a tensor of shape {list(tensor.shape)} in place that is none "
+            f"of its arguments, parameters and buffers. Blocks run as one loop, which would not "
+            f"change it. Return what it is computed from, or do not scan these blocks"
+        )
+    return None
 
 
 def _specs_of(template: Template) -> list[list[TensorSpec]]:

@@ -1,0 +1,96 @@
+"""Lists of equal modules whose weights the model reads and which it never calls. Two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from test.common.scenarios import Scenarios
+
+scenarios = Scenarios(__name__)
+
+WIDTH, STEPS = 8, 4
+
+
+class Reader(nn.Module):
+    """Reads four embeddings, as SAM's encoder of prompts does, and linear layers; calls blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.point_embed = nn.ModuleList([nn.Embedding(1, WIDTH) for _ in range(4)])
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+        )
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards.add_(1)
+        for number, each in enumerate(self.point_embed):
+            x = x + each.weight * (number + 1)
+        for layer in self.layers:
+            x = torch.tanh(F.linear(x, layer.weight, layer.bias))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def plain() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Reader()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        x = torch.cat([rows(rank, step) for rank in range(2)])
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+CASES = {"plain": ("plain", False), "lean": ("lean", False), "compiled": ("lean", True)}
+
+
+@scenarios.add
+def trained(rank: int) -> dict[str, Any]:
+    return {name: train(rank, *case) for name, case in CASES.items()}
+
+
+def train(rank: int, recipe: Any, is_compiled: bool) -> Any:
+    import torch_xla
+
+    from xla_fsdp import full_state_dict, parallelize
+
+    torch.manual_seed(0)
+    model = Reader()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, chosen = parallelize(model, optimizer, recipe)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    if is_compiled:
+        step = chosen.compile(step)
+    for at in range(STEPS):
+        step(rows(rank, at).to(torch_xla.device()))
+        torch_xla.sync()
+    state = {name: value.cpu() for name, value in full_state_dict(model).items()}
+    return state, "\n".join(chosen._report)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_model_reads_and_does_not_call_is_trained(case: str) -> None:
+    state, told = scenarios.result("trained")[case]
+    torch.testing.assert_close(state, dict(plain()), rtol=1e-4, atol=1e-5)
+    assert "is read by the model, which does not call its module" in told

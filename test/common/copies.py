@@ -113,7 +113,8 @@ def _best(job: Job) -> Kept:
 def _states(job: Job) -> Kept:
     found: list[Tensor] = []
     while True:
-        for state in job.optimizer.state.values():
+        params = [p for group in job.optimizer.param_groups for p in group["params"]]
+        for state in map(job.optimizer.state.__getitem__, params):  # made in another order, else
             found += [torch.empty_like(v).copy_(v) for v in state.values() if v.is_xla]
         yield found
 

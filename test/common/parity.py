@@ -275,7 +275,7 @@ def _moments(
     found: dict[str, dict[str, Tensor]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         for key, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, Tensor) and value.shape == param.shape and key != "step":
+            if isinstance(value, Tensor) and value.shape == param.detach().shape and key != "step":
                 found.setdefault(key, {}).update(by_shard(name, param, value))
     return found
 

@@ -331,6 +331,10 @@ class _TensorsOfRank(Mapping[str, TensorSource]):
         return len(self._names)
 
 
+LITTLE = 1 << 12
+"""Bytes of a rank's part of a tensor that takes longer to find than to read."""
+
+
 class SmallTensors(AlikeFiles):
     """Small tensors are read for all ranks that are needed at once; one that is damaged, and those
     of a file that is laid out otherwise, each for itself."""
@@ -338,6 +342,10 @@ class SmallTensors(AlikeFiles):
     def __init__(self, files: RankFiles, entries: Mapping[str, Entry]) -> None:
         super().__init__(entries, _Files(files))
         self._of_ranks = files
+
+    def is_small(self, name: str) -> bool:
+        """As of ``AlikeFiles``; of larger ones a rank reads its own share alone."""
+        return super().is_small(name) and self._entries[name].spec.nbytes <= LITTLE
 
     def of_rank(self, rank: int, name: str) -> TensorSource:
         """As of ``AlikeFiles``; opens no file."""

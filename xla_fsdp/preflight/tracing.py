@@ -37,6 +37,7 @@ from xla_fsdp.distributed.xla.graph import (
 )
 from xla_fsdp.fsdp.attention import splash
 from xla_fsdp.fsdp.engine.large_linear import with_whole_weights
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
 from xla_fsdp.fsdp.init.unit_names import label_of, units_named
 from xla_fsdp.fsdp.scan import blocks_one_by_one
@@ -186,7 +187,7 @@ class Recorder:
             return
         if self._phase is _Phase.DISCARDING:
             for tensor in pending:
-                ops.release(tensor, self._hollow.make(tensor.shape, tensor.dtype))
+                ops.release(tensor, self._hollow.make(held_shape(tensor), tensor.dtype))
             return
         if self._phase is _Phase.RECORDING:
             self.programs.append(self._program(_distinct(pending), live))
@@ -195,7 +196,7 @@ class Recorder:
             self._note_buffers()
 
     def _replace(self, pending: Sequence[Tensor]) -> None:
-        shapes = [tensor.shape for tensor in pending]
+        shapes = [held_shape(tensor) for tensor in pending]
         dummy = ops.upload(torch.zeros(1))
         for tensor in pending:
             ops.release(tensor, dummy)

@@ -199,8 +199,8 @@ CASES: dict[str, Callable[[], tuple[Step, Any]]] = {
 }
 
 
-PREPARING = {CASES["stacked"], zero, rounded}
-"""What these compute when they are made lies in the program of the first step, unless a script lets
+READY = {plain, recomputed}
+"""What others compute when they are made is in the first step's program, unless a script lets
 it be computed before."""
 
 
@@ -224,7 +224,7 @@ def train_one(build: Callable[[], tuple[Step, Any]]) -> tuple[list[float], list[
     import torch_xla
 
     step, optimizer = build()
-    if build in PREPARING:
+    if build not in READY:
         torch_xla.sync()
     losses, counts = [], []
     for number in range(STEPS):

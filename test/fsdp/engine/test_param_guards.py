@@ -416,7 +416,7 @@ def _read_by_parent(model: Any) -> list[str]:
 
 def test_a_shard_raises_in_the_forward_of_another_unit() -> None:
     for each in result("read_by_parents"):
-        assert each.startswith("RuntimeError: the shard of lin.")
+        assert each.startswith("ShardUsedError: the shard of lin.")
         for advice in ("register_fsdp_forward_method", "summon_full_params", "the outer unit"):
             assert advice in each
 

@@ -182,11 +182,11 @@ def only_rank_0(rank: int) -> dict[str, Any]:
     summon = XlaFullyShardedDataParallel.summon_full_params
     model = nested(make())
 
-    def shape_of(name: str) -> tuple[int, ...]:
-        return tuple(model.get_parameter(name).shape)
+    def shape_of(name: str) -> tuple[int, ...]:  # of what is there: a shard is a vector
+        return tuple(model.get_parameter(name).detach().shape)
 
     with summon(model, writeback=False, rank0_only=True, offload_to_cpu=True):
-        shape = tuple(model.get_parameter("head.weight").shape)
+        shape = shape_of("head.weight")
     with summon(model, recurse=False):
         found = [(shape_of("blocks.0.up.weight"), shape_of("head.weight"))]
     for part in (model.blocks[0], model.blocks):  # what is in the outermost module

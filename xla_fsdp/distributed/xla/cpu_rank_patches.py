@@ -281,9 +281,10 @@ def _replace_step_marker(slot: RunSlot) -> None:
         # Not current_rank_thread(): a sync in a backward hook runs in autograd's own thread.
         on = device or torch_xla._XLAC._xla_get_default_device()
         rank = index_of(on)
-        # Who holds the lock waits for the previous execution on its device. That must not need a
-        # rank that waits for the lock, so before: either all ranks have scheduled theirs (the
-        # gate), or the execution is over.
+        # The call below waits for the previous execution on its device, and holds the lock and the
+        # interpreter's lock meanwhile. That execution may need either, and a rank that waits in a
+        # collective needs this one: so it is over before.
+        _wait_for(rank)
         last = None
         together = slot.run.needs_gate(rank)
         if together:
@@ -292,8 +293,6 @@ def _replace_step_marker(slot: RunSlot) -> None:
                 # only, until the garbage collector or a thread of autograd drops them there, too.
                 last = _after_collectives(on)
             slot.run.pass_gate(rank)
-        else:
-            _wait_for(rank)
         with slot.run.execution:
             original(on, list(devices), wait=False, reset_scope=reset_scope)
         if together:

@@ -85,6 +85,11 @@ class RankRuntime:
         """Return whether ``expect_on_all_ranks`` does anything."""
         return False
 
+    def compares_values(self) -> bool:
+        """Return whether ranks compare the parameters that they wrap; those of a rehearsal, which
+        build one after the other, do not."""
+        return self.executes()
+
     def executes(self) -> bool:
         """Return whether programs are executed; those of fake ranks are not."""
         return True

@@ -198,6 +198,9 @@ class _VirtualTpu(PatchedRuntime):
     def torus_coords(self) -> list[list[int]]:
         return self._coords
 
+    def compares_values(self) -> bool:
+        return False
+
     def has_kernels(self) -> bool:
         return False  # its programs run on CPU
 

@@ -49,7 +49,7 @@ def note_values(managed: ManagedModules, communication: Communication) -> Callab
         A function to call when that was executed. On CPU ranks it lets their next common program
         fail if checksums differ; elsewhere it raises RuntimeError.
     """
-    if not communication.covers_all or not ops.runtime().executes():
+    if not communication.covers_all or not ops.runtime().compares_values():
         return lambda: None  # groups may hold different parts of a model
     sums = _checksums(managed)
     if not sums.names:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from test.common import copies as copies_module
 from test.common.memory import peak, reset_peak
 from test.common.ranks import FAST_COMPILE, ChildError, cached_outcome, run_on_ranks
 from test.common.replay import JOBS, STEPS, run_jobs
@@ -853,6 +854,25 @@ def test_copies_made_between_steps_keep_their_values() -> None:
     (traced, _), (compiled, replays) = result("copies")
     assert compiled == traced
     assert replays >= 4
+
+
+@scenario
+def more_copies(rank: int) -> list[str]:
+    ways = ["copy_, sync", "exchange", "swap", "best", "chain", "states"]
+    return copies_module.differing(rank, ["whole"], ways, [1])
+
+
+def test_copies_of_all_kinds_share_no_buffer_with_what_replays_donate() -> None:
+    assert result("more_copies") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("name", ["adamw", "whole", "stacked", "streamed"])
+def test_copies_of_all_kinds_on(name: str, num_ranks: int) -> None:
+    ways = [*copies_module.WAYS]
+    run = copies_module.differing
+    assert run_on_ranks(run, num_ranks, [name], ways, [None, 1], timeout=1800) == [[]] * num_ranks
 
 
 def viewed(*, compiled: bool) -> list[Any]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -109,7 +110,10 @@ def _hash(outputs: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence
 
 
 def run_traced(
-    outputs: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]
+    outputs: Sequence[Tensor],
+    values: Sequence[Tensor],
+    donated: Sequence[int],
+    copied: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> tuple[bytes, list[Tensor]]:
     """Compile and run the program that computes ``outputs``, together with the other ranks.
 
@@ -117,6 +121,7 @@ def run_traced(
         outputs: traced tensors.
         values: the program's inputs, ``inputs_of(outputs).values``.
         donated: positions of inputs whose buffers the outputs may use, and that are gone then.
+        copied: what the program takes instead of some inputs, as others have their buffers.
 
     Returns:
         The program, and new tensors with the values of ``outputs``.
@@ -128,9 +133,12 @@ def run_traced(
         program = _hash(outputs, values, donated)
         with _donating():
             torch_xla._XLAC._xla_warm_up_cache(list(outputs), [])
+        for position in copied:
+            torch_xla._XLAC._set_buffer_donation(values[position], False)
 
     def run_it() -> list[Tensor]:
-        return torch_xla._XLAC._run_cached_graph(program, list(values))
+        taken = [copied.get(position, value) for position, value in enumerate(values)]
+        return torch_xla._XLAC._run_cached_graph(program, taken)
 
     results = ops.runtime().run_together(run_it, compile_it)
     return program, results
@@ -193,8 +201,7 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def put_apart(tensors: Sequence[Tensor], value: Tensor) -> None:
     """Give tensors the buffer of a value of their shape; what they are views of stays as it is."""
     for tensor in tensors:
-        is_view = torch._C._functionalization.get_view_meta_sequence(tensor)
-        if not (is_view and _becomes_root(tensor, value)):
+        if not (_view_of(tensor) and _becomes_root(tensor, value)):
             put([tensor], [value])
 
 
@@ -204,13 +211,13 @@ def put_alone(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     storages = [*map(Tensor.untyped_storage, tensors)]
     uses = [*map(torch._C._storage_Use_Count, map(_ADDRESS, storages))]
     del storages
-    views = map(torch._C._functionalization.get_view_meta_sequence, tensors)
-    for tensor, value, count, view in zip(tensors, values, uses, views, strict=True):
+    for tensor, value, count in zip(tensors, values, uses, strict=True):
         alone = count == _USES_OF_ONE
-        if alone and not view:
+        if alone and not _view_of(tensor):
             torch_xla._XLAC._replace_xla_tensor(tensor, value)
         elif not (alone and _becomes_root(tensor, value)):  # as parameters: their base is gone
             put([tensor], [value])
+    own_buffers(tensors)
 
 
 def _becomes_root(tensor: Tensor, value: Tensor) -> bool:
@@ -224,15 +231,30 @@ def _becomes_root(tensor: Tensor, value: Tensor) -> bool:
 
 
 def unshare(tensors: Sequence[Tensor]) -> None:
-    """Give every scalar of some computed tensors a buffer of its own.
+    """Give each of some computed tensors a buffer that no other one of them has.
 
     torch_xla keeps one buffer for all equal scalars that come from the host: copies of tensors, and
-    numbers in operations. Programs could not tell such inputs apart, or donate them.
+    numbers in operations. The target of ``copy_`` has that of its source. Programs could not tell
+    such inputs apart, or donate them.
     """
+    different = list({tensor_id(each): each for each in tensors}.values())
     with torch._C.DisableTorchFunctionSubclass():  # a shard answers for the whole parameter
-        scalars = {tensor_id(each): each for each in tensors if not each.dim()}
-    values = copies(list(scalars.values()))
-    put(list(scalars.values()), ops.upload_all(values))
+        scalars = [each for each in different if not each.dim()]
+    put(scalars, ops.upload_all(copies(scalars)))
+    first: dict[int | None, int] = {}
+    same = []
+    for tensor, buffer in zip(different, buffers_of(different), strict=True):
+        at = ops.memory_of(tensor)
+        if first.setdefault(buffer, at) != at:  # views of one tensor stay so
+            same.append(tensor)
+    put(same, copies_of(same))
+
+
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return computed copies of computed tensors, with buffers of their own."""
+    found = ops.barrier([each.detach() for each in tensors]) if tensors else []
+    ops.compute(found)
+    return found
 
 
 def run_pending() -> None:
@@ -247,16 +269,46 @@ def run_pending() -> None:
 
 def separate(tensors: Sequence[Tensor]) -> None:
     """Give computed tensors buffers of their own, if others may have them, and execute what is
-    pending, without collectives; the random number state stays.
-
-    A clone has the buffer of its tensor until the next sync, the target of ``copy_`` for longer.
-    """
-    # "node, 0" of a tensor that a traced operation has read, else the number of its buffer.
-    numbers = map(torch_xla._XLAC._unique_id_for_ir_and_data, tensors)
-    read = [tensor for tensor, number in zip(tensors, numbers, strict=True) if "," in number]
-    own = ops.barrier([tensor.detach() for tensor in read]) if read else []
+    pending, without collectives; the random number state stays."""
+    shared = find_shared(tensors)
+    own = ops.barrier([tensor.detach() for tensor in shared]) if shared else []
     run_pending()  # not with the other ranks, who may have read nothing
-    put(read, own)
+    put(shared, own)
+    own_buffers(shared)
+
+
+def find_shared(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return those of some computed tensors whose buffers others may have.
+
+    Two tensors get one buffer when one of them is read as a whole (``clone``, ``detach`` in most
+    cases, the source of ``copy_``), which it remembers until it is changed, and the other one is
+    made or changed by that. So a buffer is a tensor's own if nothing has read the tensor, and
+    nothing has changed it since ``own_buffers``.
+    """
+    numbers = map(torch_xla._XLAC._unique_id_for_ir_and_data, tensors)
+    # "node, 0" of a tensor that a traced operation has read, else the number of its buffer.
+    return [
+        tensor
+        for tensor, number in zip(tensors, numbers, strict=True)
+        if "," in number or not _has_own_buffer(tensor)
+    ]
+
+
+def own_buffers(tensors: Sequence[Tensor]) -> None:
+    """Remember that no other tensors have the buffers of these."""
+    for tensor in tensors:
+        while not _has_own_buffer(tensor):
+            torch._functionalize_mark_mutation_hidden_from_autograd(tensor)
+
+
+# A storage counts its changes, and those that were marked; torch marks none of XLA tensors. A
+# registry of storages would need weak references, which keep a storage's device memory.
+_has_own_buffer = torch._functionalize_are_all_mutations_hidden_from_autograd
+
+
+def _view_of(tensor: Tensor) -> Any:
+    """Return how a tensor is made from the one that it is a view of, [] of others."""
+    return torch._C._functionalization.get_view_meta_sequence(tensor)
 
 
 def drop_pending() -> None:

@@ -404,6 +404,7 @@ class Program:
         values = [results[number] for _, number in self._changed_at]
         split = self._num_counted
         programs.put(changed[:split], values[:split])
+        programs.own_buffers(changed[:split])
         programs.put_alone(changed[split:], values[split:])
         programs.count_change(changed)
         self.compiled = programs.compiled()
@@ -413,13 +414,6 @@ class Program:
         for context, units in self.unreduced:
             context.unreduced[:] = units
         return self.leaves(results, arguments)
-
-    def separate(self) -> None:
-        """Let nothing else have the buffers that the program, or a new trace of it, donates."""
-        numbers = {goal[1] for goals in self.outputs for goal in goals if goal[0] == "slot"}
-        held = (self.slots[number].get() for number in numbers - self.new)
-        own = ops.device()
-        programs.separate([t for t in held if isinstance(t, Tensor) and t.device == own])
 
     def _advance_numbers(self, numbers: OptimizerNumbers) -> None:
         if self._counts is not None:
@@ -439,8 +433,9 @@ class Program:
         """Put the results of the program where they belong."""
         pool = self._pool(self._reader.read(), arguments)
         self._put_new(results)
-        changed = self._changed_at
-        programs.put([pool[at] for at, _ in changed], [results[number] for _, number in changed])
+        changed = [pool[at] for at, _ in self._changed_at]
+        programs.put(changed, [results[number] for _, number in self._changed_at])
+        programs.own_buffers(changed)
 
     def _put_new(self, results: Sequence[Tensor]) -> None:
         for slot, number in self._new_at:

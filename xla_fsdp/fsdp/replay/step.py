@@ -8,7 +8,6 @@ on has changed.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 import time
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from xla_fsdp.distributed.xla import host, ops, programs
+from xla_fsdp.distributed.xla import ops, programs
 from xla_fsdp.distributed.xla.worker import Worker
 from xla_fsdp.fsdp.engine.initial_state import make_state
 from xla_fsdp.fsdp.engine.param import UninitializedShard
@@ -292,7 +291,6 @@ class _RankStep:
         gives another program."""
         began = time.perf_counter()
         args, kwargs = pytree.tree_unflatten(leaves, tree)
-        self._separate()
         numbers = program.numbers
         # With other numbers the program would differ: zeros are constants, equal ones one input.
         with self._state.numbers.set_to(numbers.options, numbers.counts):
@@ -395,7 +393,6 @@ class _RankStep:
         for optimizer in self._state.steppers():
             make_state(optimizer)  # or the first step would be a program of its own
         self._renew()
-        self._separate()
         trace = Trace(self._state, leaves, self._device, refuses=self._options.refuses)
         result = trace.run(self._step, args, kwargs)
         if trace.seen.first_read:
@@ -406,13 +403,6 @@ class _RankStep:
         result = self._tracer.call(functools.partial(trace.execute, result))
         self._learn(key, trace)
         return result
-
-    def _separate(self) -> None:
-        """Let copies that the caller has made between steps share no buffer with what the step
-        changes."""
-        host.settle()
-        for known in itertools.chain(*self._programs.values()):
-            known.separate()
 
     def _renew(self) -> None:
         """Look into the state again; let programs go that hold other modules, optimizers or

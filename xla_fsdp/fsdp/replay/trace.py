@@ -53,6 +53,8 @@ class Trace:
         held = [*self._own(leaves), *self._before.values()]
         ops.compute(held)
         programs.unshare(held)
+        functional = [each for each in held if torch._is_functional_tensor(each)]
+        self._shared = {*programs.buffers_of(programs.find_shared(functional))}
         self._seed = ops.get_rng_state(device)
         self.facts = state.facts()
         self.facts_after = self.facts
@@ -125,6 +127,8 @@ class Trace:
         held = [*self._own(self._arguments), *self._before.values()]
         changed = programs.find_pending(held)
         programs.put(changed, [self._saved[id(each)] for each in changed])
+        pairs = zip(changed, programs.buffers_of(changed), strict=True)
+        programs.own_buffers([each for each, buffer in pairs if buffer not in self._shared])
         for where, (_, slot) in {**self._state.slots(), **self._slots}.items():
             if slot.get() is not self._before.get(where):
                 slot.set(self._before.get(where))
@@ -139,10 +143,22 @@ class Trace:
         if compute_what_is_left:
             known = {*map(id, held)}
             left = [each for each in self.seen.tensors() if id(each) not in known]
-            ops.compute(programs.find_pending(self._own(left)))
+            self._keep_values(self._own(left))
         ops.set_rng_state(self._seed, self._device)
         ops.runtime().forget_collectives()
         programs.drop_pending()
+
+    def _keep_values(self, left: Sequence[Tensor]) -> None:
+        """Compute what the step keeps elsewhere, in buffers of its own."""
+        own = {*map(ops.memory_of, [*self._own(self._arguments), *self._before.values()])}
+        pending = programs.find_pending(left)
+        copies = [
+            each
+            for each, buffer in zip(left, programs.buffers_of(left), strict=True)
+            if buffer in self._buffers and ops.memory_of(each) not in own
+        ]
+        ops.compute(pending)
+        programs.put(copies, programs.copies_of(copies))
 
     def compare(self, step: Callable[..., Any], args: Any, kwargs: Any, program: Program) -> str:
         """Trace the step, and undo what that changes; return how it differs from ``program``, which
@@ -252,7 +268,9 @@ class Trace:
 
     def _run_program(self, traced: Traced) -> list[Any]:
         program = self._program(traced, b"")
-        code, results = programs.run_traced(traced.outputs, traced.inputs.values, traced.donated)
+        code, results = programs.run_traced(
+            traced.outputs, traced.inputs.values, traced.donated, self._copied(traced)
+        )
         self.program = dataclasses.replace(program, code=code, compiled=programs.compiled())
         self.program.place(results, self._arguments)
         goals = self.program.outputs
@@ -261,6 +279,13 @@ class Trace:
             elsewhere = [t for t in programs.find_pending(group) if not (goal and t._is_view())]
             programs.put_apart(elsewhere, value)
         return self.program.leaves(results, self._arguments)
+
+    def _copied(self, traced: Traced) -> dict[int, Tensor]:
+        """Return copies of the inputs that are donated and whose buffers others may have."""
+        values, buffers = traced.inputs.values, traced.inputs.buffers
+        shared = [number for number in traced.donated if buffers[number] in self._shared]
+        own = programs.copies_of([values[number] for number in shared])
+        return dict(zip(shared, own, strict=True))
 
     def _program(self, traced: Traced, code: bytes) -> Program:
         builder = traced.builder

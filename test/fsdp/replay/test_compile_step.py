@@ -5,6 +5,7 @@ A launch takes 30 steps of a job, traced and replayed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -313,6 +314,47 @@ def test_two_optimizers_in_turns_count_for_themselves() -> None:
     )
     assert (compiled_even, compiled_third) == (even, third)
     assert min(even_replays, replays) >= 6
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.used = nn.Linear(2, 2), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def unused_layer(*, compiled: bool) -> list[Any]:
+    """Return the losses of a model of which a layer is never used, with gradients of two batches;
+    and the replays. After the first step counts of steps that were equal differ."""
+    model = fsdp(make(PartlyUsed))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(x: Tensor, is_last: bool) -> Tensor:
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            loss = model(x).square().mean()
+            loss.backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    step: Any = compile_step(train, state=[model, optimizer]) if compiled else train
+    x = torch.ones(2, 3).to(ops.device())
+    losses = [step(x, number % 2 == 1).item() for number in range(12)]
+    return [losses, step.replays if compiled else 0]
+
+
+@scenario
+def unused(rank: int) -> list[Any]:
+    return [unused_layer(compiled=compiled) for compiled in (False, True)]
+
+
+def test_counts_of_steps_that_part_after_the_first_step() -> None:
+    (losses, _), (compiled, replays) = result("unused")
+    assert compiled == losses
+    assert replays >= 6
 
 
 @scenario

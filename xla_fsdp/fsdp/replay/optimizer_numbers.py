@@ -109,7 +109,7 @@ class OptimizerNumbers:
     def keys_of(begins: Sequence[Begin]) -> dict[Begin, Key]:
         """Return the key of each begin; that of one optimizer does not depend on others, which may
         have stepped more often or less."""
-        known = sorted({*begins})
+        known = list(dict.fromkeys(begins))  # in the order of parameters, whichever has more steps
         within = [sum(each[0] == one[0] for each in known[:n]) for n, one in enumerate(known)]
         return {one: ("count", one[0], number) for one, number in zip(known, within, strict=True)}
 

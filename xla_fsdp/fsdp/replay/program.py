@@ -185,6 +185,7 @@ class Program:
             and self.inputs == other.inputs
             and self.outputs == other.outputs
             and self.numbers.updates == other.numbers.updates
+            and self.numbers.members == other.numbers.members
             and [slot.where for slot in self.slots] == [slot.where for slot in other.slots]
             and (self.shapes, self.new, self.emptied) == (other.shapes, other.new, other.emptied)
         )

@@ -316,6 +316,45 @@ def test_two_optimizers_in_turns_count_for_themselves() -> None:
     assert min(even_replays, replays) >= 6
 
 
+class Following(nn.Module):
+    """Replaces the first of its buffers in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("fixed", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.5 + x.detach().mean(0)
+        return self.lin(x) * self.fixed + self.mean
+
+
+@scenario
+def followed(rank: int) -> list[Any]:
+    model = fsdp(make(Following))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def train(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step: Any = compile_step(train, state=[model, optimizer], check=1)
+    before = list(model.state_dict())
+    for number in range(8):
+        step(torch.full((2, 3), 1.0 + number).to(ops.device()))
+    return [before, list(model.state_dict()), step.replays]
+
+
+def test_a_buffer_that_replays_replace_keeps_its_place_in_the_state_dict() -> None:
+    before, after, replays = result("followed")
+    assert after == before
+    assert replays >= 4
+
+
 class PartlyUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -392,8 +392,10 @@ class Program:
     ) -> list[Any]:
         """Run the program and change all that a step changes; empties ``inputs``."""
         replaced = [(self.slots[number], self.slots[number].get()) for number in self._read_and_new]
-        for number in (*self.emptied, *self.new):  # old gradients are freed before the step
+        for number in self.emptied:
             self.slots[number].set(None)
+        for number in self.new:  # old gradients are freed before the step
+            self.slots[number].free()
         try:
             results = programs.run_again(self.code, inputs)
         except programs.ProgramGoneError:

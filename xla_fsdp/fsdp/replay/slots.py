@@ -41,6 +41,10 @@ class Entry:
         else:
             self.mapping[self.key] = value
 
+    def free(self) -> None:
+        if self.key in self.mapping:
+            self.mapping[self.key] = None
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -57,6 +61,9 @@ class Gradient:
 
     def set(self, value: Tensor | None) -> None:
         self.param.grad = value
+
+    def free(self) -> None:
+        self.param.grad = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,17 @@ class Inside:
         return value
 
     def set(self, value: Any) -> None:
+        holder, (_, key) = Inside(self.root, self.way[:-1]).get(), self.way[-1]
+        if value is None and isinstance(holder, dict):
+            holder.pop(key, None)
+        else:
+            self._put(value)
+
+    def free(self) -> None:
+        if self.get() is not None:
+            self._put(None)
+
+    def _put(self, value: Any) -> None:
         around = Inside(self.root, self.way[:-1])
         holder, (kind, key) = around.get(), self.way[-1]
         if kind == "attribute":
@@ -88,13 +106,13 @@ class Inside:
             items = (*holder[:key], value, *holder[key + 1 :])
             make = getattr(type(holder), "_make", type(holder))  # a named tuple's, or tuple itself
             around.set(make(items))
-        elif value is None and isinstance(holder, dict):
-            holder.pop(key, None)
         else:
             holder[key] = value
 
 
 Slot = Entry | Gradient | Inside
+"""``set`` to None empties a slot; ``free`` lets go of its tensor and keeps its place in a dict, whose
+order shows, in state dicts for one."""
 
 
 def kind(slot: Slot) -> int:

@@ -111,8 +111,8 @@ class Inside:
 
 
 Slot = Entry | Gradient | Inside
-"""``set`` to None empties a slot; ``free`` lets go of its tensor, which keeps its place in a dict: the
-order shows in state dicts."""
+"""``set`` to None empties a slot; ``free`` lets go of its tensor, but not of its place in a dict,
+whose order shows in state dicts."""
 
 
 def kind(slot: Slot) -> int:

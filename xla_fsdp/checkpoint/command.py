@@ -35,14 +35,12 @@ from xla_fsdp.checkpoint.storage import open_storage
 
 PROGRAM = "consolidate_sharded_ckpts"
 TARGETS = {"dcp": Kind.DCP, "hf": Kind.DIRECTORY, "torch": Kind.TORCH}
-FIRST_LINE = 1.5  # seconds until the first line about progress, where there is no terminal,
-LINE_EVERY = 30.0  # and then between two
 
 
 class Status(Protocol):
     """Tells the user what is being done, if that takes long; "" for nothing."""
 
-    doing: str
+    doing: object
 
 
 def run(args: Namespace, status: Status) -> list[str]:
@@ -239,40 +237,36 @@ def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
 
 @contextmanager
 def _progress(status: Status, what: str, size: int) -> Iterator[Progress]:
-    """Draw a progress bar if stderr is a terminal and tqdm is installed; else print lines."""
-    status.doing = ""
+    """Draw a progress bar if stderr is a terminal and tqdm is installed; else the status tells."""
     tqdm = _tqdm() if sys.stderr.isatty() else None
     if tqdm is None:
-        yield _ProgressLines(what, size)
+        status.doing = amount = _Amount(what, size)
+        yield amount.add
         return
+    status.doing = ""
     with tqdm(total=size, desc=what, unit="B", unit_scale=True, file=sys.stderr) as bar:
         yield bar.update
 
 
-class _ProgressLines:
-    """Prints how much is done, after ``FIRST_LINE`` and every ``LINE_EVERY`` seconds; for a log."""
+class _Amount:
+    """Counts bytes; its text says how many of them are done, for ``Status``."""
 
     def __init__(self, what: str, size: int) -> None:
         self._what, self._size, self._done = what, size, 0
         self._began = time.monotonic()
-        self._due = self._began + FIRST_LINE
         self._lock = threading.Lock()
 
-    def __call__(self, count: int) -> None:
+    def add(self, count: int) -> None:
         with self._lock:
             self._done += count
-            now = time.monotonic()
-            if now < self._due:
-                return
-            self._due = now + LINE_EVERY
-            rate = self._done / (now - self._began)
-            left = max(0, self._size - self._done) / rate
-            # Not print(), which writes the end of a line by itself: other threads may copy, too.
-            sys.stderr.write(
-                f"{PROGRAM}: {self._what}: {self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB, "
-                f"{rate / 1e6:.0f} MB/s, {left:.0f} s left\n"
-            )
-            sys.stderr.flush()
+
+    def __str__(self) -> str:
+        text = f"{self._what}: {self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB"
+        if not self._done:
+            return text
+        rate = self._done / (time.monotonic() - self._began)
+        left = round((self._size - self._done) / rate)
+        return f"{text}, {rate / 1e6:.0f} MB/s, {f'{left} s left' if left > 0 else 'finishing'}"
 
 
 def _tqdm() -> Any:

@@ -80,10 +80,15 @@ def sharded(net: Net, optimizer: torch.optim.Optimizer) -> FullModel:
     )
 
 
-def flat(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All tensors of an optimizer by name."""
-    states = optimizer.state_dict()["state"]
-    return {f"{i}.{w}": value for i, state in states.items() for w, value in state.items()}
+def flat(states: Any) -> dict[str, torch.Tensor]:
+    """All tensors of an optimizer's state."""
+    return {f"{key}.{w}": value for key, state in states.items() for w, value in state.items()}
+
+
+def states_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The same by the names of parameters."""
+    names = [name for name, _ in net.named_parameters()]
+    return flat({names[i]: state for i, state in optimizer.state_dict()["state"].items()})
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +125,7 @@ def test_fsdp2s_functions_load_what_is_exported(exported: Path) -> None:
         net, optimizer, model_state_dict=content["model"], optim_state_dict=content["optim"]
     )
     assert bits(net.state_dict()) == bits(expected.state_dict())
-    assert bits(flat(optimizer)) == bits(flat(expected_optimizer))
+    assert bits(states_of(net, optimizer)) == bits(states_of(net, expected_optimizer))
 
 
 def test_torchtitan_loads_what_is_converted(tmp_path: Path) -> None:
@@ -140,7 +145,7 @@ def test_torchtitan_loads_what_is_converted(tmp_path: Path) -> None:
     set_state_dict(
         net, optimizer, model_state_dict=content, optim_state_dict={**optimizer_state, **found}
     )
-    assert bits(flat(optimizer)) == bits(flat(expected_optimizer))
+    assert bits(states_of(net, optimizer)) == bits(states_of(net, expected_optimizer))
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
@@ -156,13 +161,7 @@ def test_what_fsdp2s_functions_save_is_imported(tmp_path: Path, flatten: bool) -
     assert run("--ckpt_prefix", tmp_path / "d", "--save_path", out) == 0
     content = torch.load(out, weights_only=True)
     assert bits(content["model"]) == bits(net.state_dict())
-    names = [name for name, _ in net.named_parameters()]
-    found = {
-        f"{names.index(name)}.{what}": value
-        for name, state in content["optimizer"]["state"].items()
-        for what, value in state.items()
-    }
-    assert bits(found) == bits(flat(optimizer))
+    assert bits(flat(content["optimizer"]["state"])) == bits(states_of(net, optimizer))
     if not flatten:
         assert content["optimizer"]["param_groups"][0]["lr"] == 0.03
     new = tmp_path / "new"
@@ -241,16 +240,10 @@ def test_what_others_save_is_imported(
     assert (told in capsys.readouterr().out) == (form == "torchtitan")
     content = torch.load(out, weights_only=True)
     assert bits(content["model"]) == bits(net.state_dict())
-    names = [name for name, _ in net.named_parameters()]
-    found = {
-        f"{names.index(name)}.{what}": value
-        for name, state in content["optimizer"]["state"].items()
-        for what, value in state.items()
-    }
-    assert bits(found) == bits(flat(optimizer))
+    assert bits(flat(content["optimizer"]["state"])) == bits(states_of(net, optimizer))
     [group] = content["optimizer"]["param_groups"]
     assert group["lr"] == 0.03
-    assert sorted(group["params"]) == sorted(names)
+    assert sorted(group["params"]) == sorted(name for name, _ in net.named_parameters())
     if form.startswith("accelerate"):
         assert run("--ckpt_prefix", folder / "optimizer_0", "--save_path", tmp_path / "o.pth") == 2
         assert "give the directory pytorch_model_fsdp_0" in capsys.readouterr().err

@@ -292,6 +292,18 @@ def test_what_a_person_meant(
     (tmp_path / "x-rank0.pth").write_bytes(b"")
     assert main(["--ckpt_prefix", "x", "--ckpt_suffix", "-rank*.pth"]) == 2
     assert "x-rank0.pth: truncated" in capsys.readouterr().err
+    for form, name in (
+        ("dcp", "run_dcp/.metadata"),
+        ("safetensors", "run_consolidated.safetensors"),
+    ):
+        assert main(["run", "--format", form]) == 0
+        assert (tmp_path / name).is_file()
+    capsys.readouterr()
+    assert main(["run", "--only", "head.", "--save_path", "head\n.safetensors"]) == 0
+    saved = capsys.readouterr().out.splitlines()[-1]
+    assert saved.endswith(
+        r"/head\n.safetensors (1 parameters and buffers, 40 elements, optimizer state of 1)"
+    )
     assert main(["run", "--to_world_size", "3"]) == 0
     assert (tmp_path / "run_3_ranks" / "step_00000001" / "complete.json").exists()
     assert list(tmp_path.glob(".pth*")) == []
@@ -302,6 +314,7 @@ def test_what_a_person_meant(
     assert (tmp_path / "run.pth").exists()
     capsys.readouterr()
     refused = {
+        ("run", "--format", "pth", "--save_path", "x.safetensors"): "name it .pth",
         ("run", "--save_path", "hf"): "Write hf/ for a directory that from_pretrained loads",
         ("run", "--save_path", "run/full.pth"): "is in the directory of the run",
         ("run", "--save_path", "run/step_00000001/hf/"): "is in the directory of the run",

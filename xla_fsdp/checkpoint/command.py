@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from xla_fsdp.checkpoint.consistency import describe_shards, size_line, verify_shards
+from xla_fsdp.checkpoint.consistency import describe_shards, verify_shards
 from xla_fsdp.checkpoint.consolidate import (
     OUTPUT_MARK,
     MergeOptions,
@@ -137,7 +137,8 @@ def _consolidate(args: Namespace, status: Status) -> None:
         return
     with _progress(status, "copying", job.nbytes) as progress:
         job.write(replace(options.write, progress=progress))
-    print(_summary(args, shards, output))
+    what = "shards" if args.to_world_size else "consolidated model"
+    print(one_line(f"saved {what} to {output} ({job.content})"))
 
 
 def _tell_what_is_left(args: Namespace, shards: Sequence[Shard]) -> None:
@@ -177,6 +178,8 @@ def _refuse_impossible(args: Namespace) -> None:
             f"directory that from_pretrained loads, {args.save_path}.pth for a torch file, or "
             f"{args.save_path}.safetensors"
         )
+    if args.format == "pth" and kind_of(args.save_path) is Kind.SAFETENSORS:
+        problems.append(f"--format pth, but --save_path {args.save_path}: name it .pth")
     if args.threads is not None and args.threads < 1:
         problems.append(f"--threads {args.threads} must be at least 1")
     if args.to_world_size is None and args.step is not None:
@@ -207,13 +210,14 @@ def _options(args: Namespace, kind: Kind) -> MergeOptions:
 
 
 def _default_path(args: Namespace) -> str:
-    """Return where ``convert`` writes, and shards of other ranks; "" for the default of merging."""
-    start = output_path(args.ckpt_prefix, "").removesuffix(f"{OUTPUT_MARK}.pth")
+    """Return where to write what is not the one torch file of a merge; "" for that."""
+    merged = output_path(args.ckpt_prefix, "").removesuffix(".pth")
+    start = merged.removesuffix(OUTPUT_MARK)
     if args.to_world_size is not None:
         return f"{start}_{args.to_world_size}_ranks"
-    if args.to is None:
-        return ""
-    return f"{start}{'.pth' if args.to == 'torch' else f'_{args.to}'}"
+    if args.to is not None:
+        return f"{start}{'.pth' if args.to == 'torch' else f'_{args.to}'}"
+    return {"dcp": f"{start}_dcp", "safetensors": f"{merged}.safetensors"}.get(args.format, "")
 
 
 def _kind(args: Namespace, output: str) -> Kind:
@@ -226,13 +230,6 @@ def _kind(args: Namespace, output: str) -> Kind:
     if args.format in ("pth", "dcp"):
         return Kind.TORCH if args.format == "pth" else Kind.DCP
     return Kind.SAFETENSORS if kind_of(output) is Kind.SAFETENSORS else Kind.DIRECTORY
-
-
-def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
-    if args.to_world_size is not None:
-        return f"saved shards of {args.to_world_size} ranks to {output}"
-    size = size_line(shards[0], optimizer=not args.model_only)
-    return f"saved consolidated model to {output} ({size})"
 
 
 @contextmanager

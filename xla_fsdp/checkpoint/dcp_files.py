@@ -113,16 +113,16 @@ class DcpJob(Job):
     """Writes a full checkpoint into a new directory, whose parent exists; ``torchtitan`` as of
     ``Layout``."""
 
-    full: FullCheckpoint
+    content: FullCheckpoint
     directory: str
     verifiers: Sequence[Verifier] = field(repr=False)
     torchtitan: bool = False
 
     @property
     def nbytes(self) -> int:
-        states = self.full.optimizer.tensors() if self.full.optimizer else {}
+        states = self.content.optimizer.tensors() if self.content.optimizer else {}
         values = [
-            *self.full.model.values(),
+            *self.content.model.values(),
             *(each for s in states.values() for each in s.values()),
         ]
         return sum(value.spec.nbytes for value in values if isinstance(value, TensorSource))
@@ -159,7 +159,7 @@ class DcpJob(Job):
         with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
             temporary = files.add(path, directory=True)
             with failing(path):
-                written = _save(self.full, temporary, options, torchtitan=self.torchtitan)
+                written = _save(self.content, temporary, options, torchtitan=self.torchtitan)
             raise_if(find_damage(self.verifiers, unread=options.verify))
             if options.verify:
                 try:

@@ -207,7 +207,9 @@ def test_a_job_of_two_fsdp2_ranks_goes_on_from_here_and_back(tmp_path: Path) -> 
         assert state["step"] == 2
 
 
-@pytest.mark.parametrize("form", ["torchtitan", "accelerate", "accelerate model", "app"])
+@pytest.mark.parametrize(
+    "form", ["torchtitan", "accelerate", "accelerate model", "app", "lightning"]
+)
 def test_what_others_save_is_imported(
     tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +217,15 @@ def test_what_others_save_is_imported(
     net, optimizer = trained(2)
     flattened = StateDictOptions(flatten_optimizer_state_dict=form == "torchtitan")
     model_state, optimizer_state = get_state_dict(net, optimizer, options=flattened)
+    if form == "torchtitan":  # learning rates may be tensors
+        for option in [name for name in optimizer_state if name.endswith(".lr")]:
+            optimizer_state[option] = torch.tensor(0.03, dtype=torch.float64)
+    else:
+        optimizer_state["param_groups"][0] |= {
+            "lr": torch.tensor([0.03], dtype=torch.float64),
+            "betas": (torch.tensor(0.9, dtype=torch.float64), 0.999),
+            "eps": [torch.tensor(1e-8)],  # is told, as parts of lists are entries of their own
+        }
     saved: dict[str, dict[str, Any]] = {
         "torchtitan": {
             "": {
@@ -225,6 +236,13 @@ def test_what_others_save_is_imported(
             }
         },
         "app": {"": {"app": {"model": model_state, "optim": optimizer_state}}},
+        "lightning": {
+            "": {
+                "state_dict": {**model_state, "head._extra_state": {"scale": 2}},
+                "optimizer_0": optimizer_state,
+                "rng": torch.get_rng_state(),
+            }
+        },
     }
     of_accelerate = {
         "pytorch_model_fsdp_0": {"model": model_state},
@@ -236,17 +254,31 @@ def test_what_others_save_is_imported(
     prefix = folder / "pytorch_model_fsdp_0" if form == "accelerate model" else folder
     out = tmp_path / "full.pth"
     assert run("--ckpt_prefix", prefix, "--save_path", out) == 0
-    told = "left behind, as it is neither model nor optimizer: train_state, lr_scheduler" + chr(10)
-    assert (told in capsys.readouterr().out) == (form == "torchtitan")
+    told = capsys.readouterr().out
+    assert ("nor optimizer: train_state, lr_scheduler" in told) == (form == "torchtitan")
+    assert (
+        "nor optimizer: optimizer_0.param_groups.0.eps.0, rng, state_dict.head._extra" in told
+    ) == (form == "lightning")
+    assert ("param_groups.0.eps.0" in told) == (form != "torchtitan")
     content = torch.load(out, weights_only=True)
     assert bits(content["model"]) == bits(net.state_dict())
     assert bits(flat(content["optimizer"]["state"])) == bits(states_of(net, optimizer))
     [group] = content["optimizer"]["param_groups"]
-    assert group["lr"] == 0.03
+    assert (group["lr"], tuple(group["betas"])) == (0.03, (0.9, 0.999))
     assert sorted(group["params"]) == sorted(name for name, _ in net.named_parameters())
     if form.startswith("accelerate"):
         assert run("--ckpt_prefix", folder / "optimizer_0", "--save_path", tmp_path / "o.pth") == 2
         assert "give the directory pytorch_model_fsdp_0" in capsys.readouterr().err
+
+
+def test_an_optimizer_without_names_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net, optimizer = trained(2)
+    content = {"model": net.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(content, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert run("--ckpt_prefix", tmp_path / "d", "--save_path", tmp_path / "out.pth") == 2
+    assert "params holds no names; save get_optimizer_state_dict" in capsys.readouterr().err
 
 
 def test_a_model_alone_is_imported(tmp_path: Path) -> None:

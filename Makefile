@@ -51,7 +51,7 @@ PORTABLE_READY := $(PORTABLE)/.installed-$(subst *,x,$(PORTABLE_TORCH))
 
 $(PORTABLE_READY): pyproject.toml
 	$(PYTHON) -m venv --clear $(PORTABLE)
-	$(PORTABLE)/bin/python -m pip install --quiet -e '.[test]' 'torch==$(PORTABLE_TORCH)'
+	$(PORTABLE)/bin/python -m pip install --quiet -e '.[test]' 'torch==$(PORTABLE_TORCH)' 'transformers>=4.57,<6'
 	touch $@
 
 test-portable: $(PORTABLE_READY)

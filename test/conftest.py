@@ -28,9 +28,8 @@ def _one_torch_thread() -> None:
 def _nothing_takes_long() -> None:
     """What a merge says of how far it is depends on how busy the machine is."""
     from xla_fsdp import consolidate_sharded_ckpts
-    from xla_fsdp.checkpoint import command
 
-    consolidate_sharded_ckpts.FIRST_LINE = command.FIRST_LINE = 1e6
+    consolidate_sharded_ckpts.FIRST_LINE = 1e6
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

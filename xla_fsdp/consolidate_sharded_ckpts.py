@@ -82,23 +82,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Status:
-    """Says on stderr what the command is doing, where that takes long. ``doing`` may be changed at
-    any time; "" is silent."""
+    """Says on stderr what the command is doing, where that takes long. ``doing`` is anything with a
+    text, which may change at any time; "" is silent."""
 
     def __init__(self) -> None:
-        self._doing = "reading the shard files"
+        self._doing: object = "reading the shard files"
         self._changed = threading.Condition()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
 
     @property
-    def doing(self) -> str:
+    def doing(self) -> object:
         return self._doing
 
     @doing.setter
-    def doing(self, text: str) -> None:
+    def doing(self, what: object) -> None:
         with self._changed:
-            self._doing = text
+            self._doing = what
             self._changed.notify()
 
     def __enter__(self) -> Status:
@@ -117,11 +117,10 @@ class Status:
                 if self._changed.wait(max(0.0, due - time.monotonic())):
                     if said:  # what takes long from now on is told soon
                         due = min(due, time.monotonic() + FIRST_LINE)
-                elif self._doing:
-                    _write_lines([said := self._doing])
-                    due = time.monotonic() + LINE_EVERY
-                else:
-                    due = time.monotonic() + LINE_EVERY
+                    continue
+                if text := str(self._doing):
+                    _write_lines([said := text])
+                due = time.monotonic() + LINE_EVERY
 
 
 def _plain_arguments(argv: Sequence[str], parser: ArgumentParser) -> list[str]:

@@ -58,27 +58,48 @@ def merged(folder: Path, name: str = "full.pth") -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
+def damage(folder: Path, rank: int) -> Path:
+    """Change a byte of a rank's ``rows``; its file."""
+    path = Path(shard_files(folder)[rank])
+    file = open_shard(str(path)).file
+    assert file is not None
+    content = bytearray(path.read_bytes())
+    content[file.entries["model/rows"].start] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[TensorSource]:
+    """All that are made from now on."""
+    check, found = TensorSource.__post_init__, []
+
+    def noted(self: TensorSource) -> None:
+        found.append(self)
+        check(self)
+
+    monkeypatch.setattr(TensorSource, "__post_init__", noted)
+    return found
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """Of twelve ranks, whose numbers have one digit or two."""
     return written(with_optimizer(), tmp_path, 12)
 
 
-def test_no_object_is_made_for_each_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count, ranks, made = 200, 16, []
+def test_no_object_is_made_for_each_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: list[TensorSource]
+) -> None:
+    count, ranks, read = 200, 16, LocalFile.read_into
     folder = written(small_parameters(count), tmp_path, ranks)
-    check, read = TensorSource.__post_init__, LocalFile.read_into
+    made.clear()
     reads: list[str] = []
-
-    def counted(self: TensorSource) -> None:
-        made.append(self)
-        check(self)
 
     def noted(self: LocalFile, start: int, buffer: memoryview) -> None:
         reads.append(self.path)
         read(self, start, buffer)
 
-    monkeypatch.setattr(TensorSource, "__post_init__", counted)
     monkeypatch.setattr(LocalFile, "read_into", noted)
     shards = read_shards(str(folder), "*.pth", f"{tmp_path}/out.pth", overwrite=False)
     assert are_alike(shards)
@@ -128,26 +149,12 @@ def test_new_shards_are_made_of_them(files: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 3, 11])  # the last one has only padding of it
 def test_damage_is_told(files: Path, rank: int, capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(shard_files(files)[rank])
-    file = open_shard(str(path)).file
-    assert file is not None
-    content = bytearray(path.read_bytes())
-    content[file.entries["model/rows"].start] ^= 1
-    path.write_bytes(content)
-    assert (
-        run(
-            "--ckpt_prefix",
-            files,
-            "--save_path",
-            files.parent.parent / f"{files.parent.name}-out.pth",
-            "--verify",
-        )
-        == 2
-    )
+    path, out = damage(files, rank), files.parent.parent / "out.pth"
+    assert run("--ckpt_prefix", files, "--save_path", out, "--verify") == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "is damaged" in line]
     assert len(lines) == 1
     assert f"{path}: rows is damaged" in lines[0]
-    assert not (files.parent.parent / f"{files.parent.name}-out.pth").exists()
+    assert not out.exists()
 
 
 def loaded(folder: Path, rank: int, ranks: int) -> LoadedStep:
@@ -190,18 +197,10 @@ def test_loading_is_right_by_all_ways(
     assert bits(everything()) == bits(expected)
 
 
-def test_loading_makes_no_object_for_each_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count, ranks, made = 200, 16, []
+def test_loading_makes_no_object_for_each_piece(tmp_path: Path, made: list[TensorSource]) -> None:
+    count, ranks = 200, 16
     folder = written(small_parameters(count), tmp_path, ranks)
-    check = TensorSource.__post_init__
-
-    def counted(self: TensorSource) -> None:
-        made.append(self)
-        check(self)
-
-    monkeypatch.setattr(TensorSource, "__post_init__", counted)
+    made.clear()
     found = loaded(folder, 0, 1).model
     assert len(made) < count * ranks  # that many with one for each piece
     expected = small_parameters(count).params
@@ -219,12 +218,7 @@ def test_a_rank_reads_only_the_files_that_it_needs(files: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_damage_is_told_in_loading(files: Path, rank: int) -> None:
-    path = Path(shard_files(files)[rank])
-    file = open_shard(str(path)).file
-    assert file is not None
-    content = bytearray(path.read_bytes())
-    content[file.entries["model/rows"].start] ^= 1
-    path.write_bytes(content)
+    path = damage(files, rank)
     with pytest.raises(CheckpointError, match=f"{path.name}: rows is damaged"):
         loaded(files, 0, 1)
 

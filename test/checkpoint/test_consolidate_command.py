@@ -8,10 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from importlib.metadata import entry_points
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from test.common.ranks import ROOT, environment, run_python
 from test.common.saving import save_step
 from test.common.shard_maker import bits, every_kind, snapshot
 from xla_fsdp import consolidate_sharded_ckpts
-from xla_fsdp.checkpoint import command, model_files
+from xla_fsdp.checkpoint import command, consistency, copying, model_files, outputs
+from xla_fsdp.checkpoint.storage import AtomicFiles
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 # Any attempt to import torch_xla fails in these children, as on a machine that has none.
@@ -206,23 +209,64 @@ def test_the_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"would write {run}_step_00000006_consolidated.pth" in out
 
 
-def test_progress_is_in_the_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+SLOW = {  # what is said meanwhile
+    (command, "read_shards"): "reading the shard files",
+    (command, "plan_merge"): "laying out the files to write",
+    (copying, "_write"): r"copying: 0\.00 of 0\.00 GB(, \d+ MB/s, (finishing|\d+ s left))?",
+    (outputs, "_verify"): r"copying: 0\.00 of 0\.00 GB, \d+ MB/s, finishing",
+    (AtomicFiles, "commit"): r"copying: 0\.00 of 0\.00 GB, \d+ MB/s, finishing",
+    (consistency, "read_crcs"): r"verifying: 0\.00 of 0\.00 GB.*",
+    (command, "describe_steps"): "reading the shard files",
+}
+
+
+@pytest.mark.parametrize(("where", "said"), SLOW.items(), ids=[name for _, name in SLOW])
+def test_what_takes_long_is_told_meanwhile(
+    where: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    every_kind().save_safetensors(tmp_path, 2)
-    prefix = ["--ckpt_prefix", str(tmp_path)]
-    monkeypatch.setattr(command, "FIRST_LINE", 0.0)
-    monkeypatch.setattr(command, "LINE_EVERY", 0.0)
-    assert main(["inspect", "--verify", *prefix]) == 0
-    assert "consolidate_sharded_ckpts: verifying: " in capsys.readouterr().err
-    assert main([*prefix, "--save_path", f"{tmp_path}/full.pth"]) == 0
-    line = r"consolidate_sharded_ckpts: copying: 0\.00 of 0\.00 GB, \d+ MB/s, \d+ s left"
-    lines = capsys.readouterr().err.splitlines()
-    assert lines
-    assert all(re.fullmatch(line, each) for each in lines), lines
+    """It waits here for the line about it; lines are single writes, as threads may write others."""
+    save_step(tmp_path / "run", 1, 2)
+    lines, told, work = [], threading.Event(), getattr(*where)
+
+    def write(text: str) -> None:
+        lines.append(text)
+        if re.fullmatch(f"consolidate_sharded_ckpts: {said}\n", text):
+            told.set()
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        told.clear()
+        assert told.wait(60), lines
+        return work(*args, **kwargs)
+
+    stderr = SimpleNamespace(write=write, flush=lambda: None, isatty=lambda: False)
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setattr(consolidate_sharded_ckpts, "FIRST_LINE", 0.01)
+    monkeypatch.setattr(consolidate_sharded_ckpts, "LINE_EVERY", 0.01)
+    monkeypatch.setattr(*where, slow)
+    command_of = {"read_crcs": "inspect", "describe_steps": "list"}.get(where[1], "merge")
+    assert main([command_of, str(tmp_path / "run"), "--verify"]) == 0
+    assert told.is_set()
+    assert all(line[-1] == "\n" for line in lines)
 
 
-def test_what_takes_long_is_told_from_the_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_line_comes_within_two_seconds_also_while_torch_is_imported(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "torch.py").write_text("import sys\nsys.stdin.read()\n")  # until it ends
+    code = "import xla_fsdp.consolidate_sharded_ckpts as it; print(it.FIRST_LINE); it.main(['run'])"
+    own = environment({"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=own, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stderr is not None
+        assert child.stderr.readline() == "consolidate_sharded_ckpts: reading the shard files\n"
+        out, _ = child.communicate()
+        assert float(out) < 2
+
+
+def test_what_begins_later_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: Queue[str] = Queue()
     monkeypatch.setattr(consolidate_sharded_ckpts, "FIRST_LINE", 0.0)
     monkeypatch.setattr("sys.stderr", SimpleNamespace(write=lines.put, flush=lambda: None))
@@ -232,18 +276,6 @@ def test_what_takes_long_is_told_from_the_start_on(monkeypatch: pytest.MonkeyPat
         assert lines.get() == "consolidate_sharded_ckpts: something else\n"
         status.doing = ""
     assert lines.empty()
-
-
-def test_a_line_of_progress_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several threads copy; where Python does not buffer, another line would come in between."""
-    writes: list[str] = []
-    monkeypatch.setattr(command, "FIRST_LINE", 0.0)
-    monkeypatch.setattr(command, "LINE_EVERY", 0.0)
-    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
-    progress = command._ProgressLines("copying", 10)
-    for _ in range(2):
-        progress(5)
-    assert [each[-1] for each in writes] == ["\n", "\n"]
 
 
 def test_what_a_person_meant(
@@ -260,6 +292,18 @@ def test_what_a_person_meant(
     (tmp_path / "x-rank0.pth").write_bytes(b"")
     assert main(["--ckpt_prefix", "x", "--ckpt_suffix", "-rank*.pth"]) == 2
     assert "x-rank0.pth: truncated" in capsys.readouterr().err
+    for form, name in (
+        ("dcp", "run_dcp/.metadata"),
+        ("safetensors", "run_consolidated.safetensors"),
+    ):
+        assert main(["run", "--format", form]) == 0
+        assert (tmp_path / name).is_file()
+    capsys.readouterr()
+    assert main(["run", "--only", "head.", "--save_path", "head\n.safetensors"]) == 0
+    saved = capsys.readouterr().out.splitlines()[-1]
+    assert saved.endswith(
+        r"/head\n.safetensors (1 parameters and buffers, 40 elements, optimizer state of 1)"
+    )
     assert main(["run", "--to_world_size", "3"]) == 0
     assert (tmp_path / "run_3_ranks" / "step_00000001" / "complete.json").exists()
     assert list(tmp_path.glob(".pth*")) == []
@@ -270,6 +314,7 @@ def test_what_a_person_meant(
     assert (tmp_path / "run.pth").exists()
     capsys.readouterr()
     refused = {
+        ("run", "--format", "pth", "--save_path", "x.safetensors"): "name it .pth",
         ("run", "--save_path", "hf"): "Write hf/ for a directory that from_pretrained loads",
         ("run", "--save_path", "run/full.pth"): "is in the directory of the run",
         ("run", "--save_path", "run/step_00000001/hf/"): "is in the directory of the run",

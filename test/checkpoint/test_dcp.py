@@ -80,10 +80,15 @@ def sharded(net: Net, optimizer: torch.optim.Optimizer) -> FullModel:
     )
 
 
-def flat(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All tensors of an optimizer by name."""
-    states = optimizer.state_dict()["state"]
-    return {f"{i}.{w}": value for i, state in states.items() for w, value in state.items()}
+def flat(states: Any) -> dict[str, torch.Tensor]:
+    """All tensors of an optimizer's state."""
+    return {f"{key}.{w}": value for key, state in states.items() for w, value in state.items()}
+
+
+def states_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The same by the names of parameters."""
+    names = [name for name, _ in net.named_parameters()]
+    return flat({names[i]: state for i, state in optimizer.state_dict()["state"].items()})
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +125,7 @@ def test_fsdp2s_functions_load_what_is_exported(exported: Path) -> None:
         net, optimizer, model_state_dict=content["model"], optim_state_dict=content["optim"]
     )
     assert bits(net.state_dict()) == bits(expected.state_dict())
-    assert bits(flat(optimizer)) == bits(flat(expected_optimizer))
+    assert bits(states_of(net, optimizer)) == bits(states_of(net, expected_optimizer))
 
 
 def test_torchtitan_loads_what_is_converted(tmp_path: Path) -> None:
@@ -140,7 +145,7 @@ def test_torchtitan_loads_what_is_converted(tmp_path: Path) -> None:
     set_state_dict(
         net, optimizer, model_state_dict=content, optim_state_dict={**optimizer_state, **found}
     )
-    assert bits(flat(optimizer)) == bits(flat(expected_optimizer))
+    assert bits(states_of(net, optimizer)) == bits(states_of(net, expected_optimizer))
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
@@ -156,13 +161,7 @@ def test_what_fsdp2s_functions_save_is_imported(tmp_path: Path, flatten: bool) -
     assert run("--ckpt_prefix", tmp_path / "d", "--save_path", out) == 0
     content = torch.load(out, weights_only=True)
     assert bits(content["model"]) == bits(net.state_dict())
-    names = [name for name, _ in net.named_parameters()]
-    found = {
-        f"{names.index(name)}.{what}": value
-        for name, state in content["optimizer"]["state"].items()
-        for what, value in state.items()
-    }
-    assert bits(found) == bits(flat(optimizer))
+    assert bits(flat(content["optimizer"]["state"])) == bits(states_of(net, optimizer))
     if not flatten:
         assert content["optimizer"]["param_groups"][0]["lr"] == 0.03
     new = tmp_path / "new"
@@ -208,7 +207,9 @@ def test_a_job_of_two_fsdp2_ranks_goes_on_from_here_and_back(tmp_path: Path) -> 
         assert state["step"] == 2
 
 
-@pytest.mark.parametrize("form", ["torchtitan", "accelerate", "accelerate model", "app"])
+@pytest.mark.parametrize(
+    "form", ["torchtitan", "accelerate", "accelerate model", "app", "lightning"]
+)
 def test_what_others_save_is_imported(
     tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +217,15 @@ def test_what_others_save_is_imported(
     net, optimizer = trained(2)
     flattened = StateDictOptions(flatten_optimizer_state_dict=form == "torchtitan")
     model_state, optimizer_state = get_state_dict(net, optimizer, options=flattened)
+    if form == "torchtitan":  # learning rates may be tensors
+        for option in [name for name in optimizer_state if name.endswith(".lr")]:
+            optimizer_state[option] = torch.tensor(0.03, dtype=torch.float64)
+    else:
+        optimizer_state["param_groups"][0] |= {
+            "lr": torch.tensor([0.03], dtype=torch.float64),
+            "betas": (torch.tensor(0.9, dtype=torch.float64), 0.999),
+            "eps": [torch.tensor(1e-8)],  # is told, as parts of lists are entries of their own
+        }
     saved: dict[str, dict[str, Any]] = {
         "torchtitan": {
             "": {
@@ -226,6 +236,13 @@ def test_what_others_save_is_imported(
             }
         },
         "app": {"": {"app": {"model": model_state, "optim": optimizer_state}}},
+        "lightning": {
+            "": {
+                "state_dict": {**model_state, "head._extra_state": {"scale": 2}},
+                "optimizer_0": optimizer_state,
+                "rng": torch.get_rng_state(),
+            }
+        },
     }
     of_accelerate = {
         "pytorch_model_fsdp_0": {"model": model_state},
@@ -237,23 +254,31 @@ def test_what_others_save_is_imported(
     prefix = folder / "pytorch_model_fsdp_0" if form == "accelerate model" else folder
     out = tmp_path / "full.pth"
     assert run("--ckpt_prefix", prefix, "--save_path", out) == 0
-    told = "left behind, as it is neither model nor optimizer: train_state, lr_scheduler" + chr(10)
-    assert (told in capsys.readouterr().out) == (form == "torchtitan")
+    told = capsys.readouterr().out
+    assert ("nor optimizer: train_state, lr_scheduler" in told) == (form == "torchtitan")
+    assert (
+        "nor optimizer: optimizer_0.param_groups.0.eps.0, rng, state_dict.head._extra" in told
+    ) == (form == "lightning")
+    assert ("param_groups.0.eps.0" in told) == (form != "torchtitan")
     content = torch.load(out, weights_only=True)
     assert bits(content["model"]) == bits(net.state_dict())
-    names = [name for name, _ in net.named_parameters()]
-    found = {
-        f"{names.index(name)}.{what}": value
-        for name, state in content["optimizer"]["state"].items()
-        for what, value in state.items()
-    }
-    assert bits(found) == bits(flat(optimizer))
+    assert bits(flat(content["optimizer"]["state"])) == bits(states_of(net, optimizer))
     [group] = content["optimizer"]["param_groups"]
-    assert group["lr"] == 0.03
-    assert sorted(group["params"]) == sorted(names)
+    assert (group["lr"], tuple(group["betas"])) == (0.03, (0.9, 0.999))
+    assert sorted(group["params"]) == sorted(name for name, _ in net.named_parameters())
     if form.startswith("accelerate"):
         assert run("--ckpt_prefix", folder / "optimizer_0", "--save_path", tmp_path / "o.pth") == 2
         assert "give the directory pytorch_model_fsdp_0" in capsys.readouterr().err
+
+
+def test_an_optimizer_without_names_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net, optimizer = trained(2)
+    content = {"model": net.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(content, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert run("--ckpt_prefix", tmp_path / "d", "--save_path", tmp_path / "out.pth") == 2
+    assert "params holds no names; save get_optimizer_state_dict" in capsys.readouterr().err
 
 
 def test_a_model_alone_is_imported(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def go_on_there(
     (folder / "move.json").write_text(
         json.dumps({**move, "job": asdict(job), "optimizer": bool(first)})
     )
-    there = PORTABLE.exists() and job.model == "own"  # transformers are not in that environment
-    command = [str(PORTABLE if there else sys.executable), "-m", "test.common.moving", str(folder)]
+    python = str(PORTABLE if PORTABLE.exists() else sys.executable)
+    command = [python, "-m", "test.common.moving", str(folder)]
     children = [
         subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment(), stderr=subprocess.PIPE)
         for rank in range(ranks)
@@ -70,7 +70,9 @@ JOBS = [
     Job("wrapper"),
     Job("lean"),
     pytest.param(Job("fully_shard"), marks=pytest.mark.slow),
+    Job("streamed"),
     pytest.param(Job("streamed", "llama"), marks=pytest.mark.slow),
+    pytest.param(Job("streamed", "llama", "bfloat16"), marks=pytest.mark.slow),
     pytest.param(Job("wrapper", "llama"), marks=pytest.mark.slow),
     pytest.param(Job("lean", "llama"), marks=pytest.mark.slow),
     pytest.param(Job("wrapper", compute="bfloat16"), marks=pytest.mark.slow),

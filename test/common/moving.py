@@ -58,11 +58,12 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, *targets: Tensor) -> Tensor:
+        """Scores, or what a head that is given targets computes."""
         x = self.embed(tokens) + self.places
         for block in self.blocks:
             x = block(x)
-        return self.head(x * WIDTH**-0.5)  # losses of about 3
+        return self.head(x * WIDTH**-0.5, *targets)  # losses of about 3
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Job:
     """What is trained, and how it is sharded on ranks of XLA.
 
     Args:
-        recipe: "wrapper", "fully_shard", "streamed", or a recipe of ``parallelize``.
+        recipe: "wrapper", "fully_shard", "streamed" (embedding and head, by ``parallelize``, or for
+            the own model by hand), or a recipe of ``parallelize``.
         model: "own", or "llama" of transformers; with both, weights are tied and some are frozen.
         compute: dtype in which units compute.
     """
@@ -84,6 +86,11 @@ class Job:
         """As torch has it."""
         found: torch.dtype = getattr(torch, self.compute)
         return found
+
+    @property
+    def streams_by_hand(self) -> bool:
+        """Whether ranks of XLA have modules of this package in their model."""
+        return (self.recipe, self.model) == ("streamed", "own")
 
     def build(self) -> Any:
         """The plain model."""
@@ -123,8 +130,12 @@ def batch(step: int, rank: int, num_ranks: int) -> Tensor:
 
 
 def loss_of(model: Any, tokens: Tensor, job: Job) -> Tensor:
+    loss: Tensor
     if job.model == "llama":
-        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss = model(input_ids=tokens, labels=tokens).loss
+        return loss
+    if job.streams_by_hand and tokens.device.type == "xla":
+        loss = model(tokens[:, :-1], tokens[:, 1:])
         return loss
     scores = model(tokens[:, :-1])
     return F.cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -214,6 +225,8 @@ def sharded_here(job: Job) -> tuple[Any, Any]:
 
     with one_rank_at_a_time():
         model = job.build()
+    if job.streams_by_hand:
+        return streamed_by_hand(model, job)
     if job.recipe == "wrapper":
         classes = {type(blocks_of(model)[0])}
         model = XlaFullyShardedDataParallel(
@@ -234,6 +247,25 @@ def sharded_here(job: Job) -> tuple[Any, Any]:
     recipe = Recipe(name, compute_dtype=job.compute, **own)  # type: ignore[arg-type]
     model, optimizer, _ = parallelize(model, build_optimizer(model), recipe)
     return model, optimizer
+
+
+def streamed_by_hand(model: Net, job: Job) -> tuple[Any, Any]:
+    """Embedding and head in pieces, which stay tied, and the blocks in stacks."""
+    from xla_fsdp import (
+        LinearCrossEntropy,
+        StreamedEmbedding,
+        XlaFullyShardedDataParallel,
+        scan_blocks,
+    )
+
+    wrap = partial(XlaFullyShardedDataParallel, compute_dtype=job.dtype, shard_param_on_dim_0=True)
+    embed = StreamedEmbedding.from_embedding(model.embed, pieces=2)
+    head = LinearCrossEntropy.from_linear(model.head, pieces=2)
+    model.embed, model.head = wrap(embed), wrap(head)
+    model.blocks = nn.ModuleList(wrap(block) for block in model.blocks)
+    scan_blocks(model.blocks, stacked=True)
+    sharded = wrap(model)
+    return sharded, build_optimizer(sharded)
 
 
 # ---------------------------------------------------------------- in a process of gloo

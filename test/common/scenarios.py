@@ -19,6 +19,8 @@ from test.common.ranks import cached_outcome, run_on_ranks
 
 RANKS = 2
 
+Step = Callable[[Tensor], Tensor]
+
 
 class Scenarios:
     """The scenarios of one test file.
@@ -72,6 +74,19 @@ def nested(model: Any, **options: Any) -> Any:
     for index, block in enumerate(model.blocks):
         model.blocks[index] = fsdp(block, **options)
     return fsdp(model, **options)
+
+
+def one_step(model: Any, optimizer: Any) -> Step:
+    """Return a step of an ordinary loop, whose gradients are alive at its end."""
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
 
 
 def rows() -> Tensor:

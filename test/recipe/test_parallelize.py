@@ -22,7 +22,7 @@ from test.common.recipes import (
     loss_of,
     optimizer_of,
 )
-from test.common.scenarios import Scenarios, make, message
+from test.common.scenarios import Scenarios, make, message, one_step
 from xla_fsdp.recipe.causal_lm import why_not_streamed
 
 scenarios = Scenarios(__name__)
@@ -442,14 +442,7 @@ class InTurns(nn.Module):
 
 
 def in_turns(model: Any, optimizer: Any, x: Tensor, wrap: Any = lambda step: step) -> list[float]:
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    wrapped = wrap(step)
+    wrapped = wrap(one_step(model, optimizer))
     return [wrapped(x).item() for _ in range(5)]
 
 

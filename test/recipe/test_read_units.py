@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from test.common.scenarios import Scenarios
+from test.common.scenarios import Scenarios, one_step
 
 scenarios = Scenarios(__name__)
 
@@ -73,13 +73,7 @@ def train(rank: int, recipe: Any, is_compiled: bool) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer, chosen = parallelize(model, optimizer, recipe)
 
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = one_step(model, optimizer)
     if is_compiled:
         step = chosen.compile(step)
     for at in range(STEPS):

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from xla_fsdp.checkpoint.consistency import describe_shards, size_line, verify_shards
+from xla_fsdp.checkpoint.consistency import describe_shards, verify_shards
 from xla_fsdp.checkpoint.consolidate import (
     OUTPUT_MARK,
     MergeOptions,
@@ -35,14 +35,12 @@ from xla_fsdp.checkpoint.storage import open_storage
 
 PROGRAM = "consolidate_sharded_ckpts"
 TARGETS = {"dcp": Kind.DCP, "hf": Kind.DIRECTORY, "torch": Kind.TORCH}
-FIRST_LINE = 1.5  # seconds until the first line about progress, where there is no terminal,
-LINE_EVERY = 30.0  # and then between two
 
 
 class Status(Protocol):
     """Tells the user what is being done, if that takes long; "" for nothing."""
 
-    doing: str
+    doing: object
 
 
 def run(args: Namespace, status: Status) -> list[str]:
@@ -139,7 +137,8 @@ def _consolidate(args: Namespace, status: Status) -> None:
         return
     with _progress(status, "copying", job.nbytes) as progress:
         job.write(replace(options.write, progress=progress))
-    print(_summary(args, shards, output))
+    what = "shards" if args.to_world_size else "consolidated model"
+    print(one_line(f"saved {what} to {output} ({job.content})"))
 
 
 def _tell_what_is_left(args: Namespace, shards: Sequence[Shard]) -> None:
@@ -179,6 +178,8 @@ def _refuse_impossible(args: Namespace) -> None:
             f"directory that from_pretrained loads, {args.save_path}.pth for a torch file, or "
             f"{args.save_path}.safetensors"
         )
+    if args.format == "pth" and kind_of(args.save_path) is Kind.SAFETENSORS:
+        problems.append(f"--format pth, but --save_path {args.save_path}: name it .pth")
     if args.threads is not None and args.threads < 1:
         problems.append(f"--threads {args.threads} must be at least 1")
     if args.to_world_size is None and args.step is not None:
@@ -209,13 +210,14 @@ def _options(args: Namespace, kind: Kind) -> MergeOptions:
 
 
 def _default_path(args: Namespace) -> str:
-    """Return where ``convert`` writes, and shards of other ranks; "" for the default of merging."""
-    start = output_path(args.ckpt_prefix, "").removesuffix(f"{OUTPUT_MARK}.pth")
+    """Return where to write what is not the one torch file of a merge; "" for that."""
+    merged = output_path(args.ckpt_prefix, "").removesuffix(".pth")
+    start = merged.removesuffix(OUTPUT_MARK)
     if args.to_world_size is not None:
         return f"{start}_{args.to_world_size}_ranks"
-    if args.to is None:
-        return ""
-    return f"{start}{'.pth' if args.to == 'torch' else f'_{args.to}'}"
+    if args.to is not None:
+        return f"{start}{'.pth' if args.to == 'torch' else f'_{args.to}'}"
+    return {"dcp": f"{start}_dcp", "safetensors": f"{merged}.safetensors"}.get(args.format, "")
 
 
 def _kind(args: Namespace, output: str) -> Kind:
@@ -230,49 +232,38 @@ def _kind(args: Namespace, output: str) -> Kind:
     return Kind.SAFETENSORS if kind_of(output) is Kind.SAFETENSORS else Kind.DIRECTORY
 
 
-def _summary(args: Namespace, shards: Sequence[Shard], output: str) -> str:
-    if args.to_world_size is not None:
-        return f"saved shards of {args.to_world_size} ranks to {output}"
-    size = size_line(shards[0], optimizer=not args.model_only)
-    return f"saved consolidated model to {output} ({size})"
-
-
 @contextmanager
 def _progress(status: Status, what: str, size: int) -> Iterator[Progress]:
-    """Draw a progress bar if stderr is a terminal and tqdm is installed; else print lines."""
-    status.doing = ""
+    """Draw a progress bar if stderr is a terminal and tqdm is installed; else the status tells."""
     tqdm = _tqdm() if sys.stderr.isatty() else None
     if tqdm is None:
-        yield _ProgressLines(what, size)
+        status.doing = amount = _Amount(what, size)
+        yield amount.add
         return
+    status.doing = ""
     with tqdm(total=size, desc=what, unit="B", unit_scale=True, file=sys.stderr) as bar:
         yield bar.update
 
 
-class _ProgressLines:
-    """Prints how much is done, after ``FIRST_LINE`` and every ``LINE_EVERY`` seconds; for a log."""
+class _Amount:
+    """Counts bytes; its text says how many of them are done, for ``Status``."""
 
     def __init__(self, what: str, size: int) -> None:
         self._what, self._size, self._done = what, size, 0
         self._began = time.monotonic()
-        self._due = self._began + FIRST_LINE
         self._lock = threading.Lock()
 
-    def __call__(self, count: int) -> None:
+    def add(self, count: int) -> None:
         with self._lock:
             self._done += count
-            now = time.monotonic()
-            if now < self._due:
-                return
-            self._due = now + LINE_EVERY
-            rate = self._done / (now - self._began)
-            left = max(0, self._size - self._done) / rate
-            # Not print(), which writes the end of a line by itself: other threads may copy, too.
-            sys.stderr.write(
-                f"{PROGRAM}: {self._what}: {self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB, "
-                f"{rate / 1e6:.0f} MB/s, {left:.0f} s left\n"
-            )
-            sys.stderr.flush()
+
+    def __str__(self) -> str:
+        text = f"{self._what}: {self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB"
+        if not self._done:
+            return text
+        rate = self._done / (time.monotonic() - self._began)
+        left = round((self._size - self._done) / rate)
+        return f"{text}, {rate / 1e6:.0f} MB/s, {f'{left} s left' if left > 0 else 'finishing'}"
 
 
 def _tqdm() -> Any:

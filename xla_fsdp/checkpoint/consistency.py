@@ -276,24 +276,6 @@ def _first_difference(expected: Any, found: Any, path: str = "") -> str | None:
 # ---------------------------------------------------------------- descriptions
 
 
-def size_line(shard: Shard, *, optimizer: bool) -> str:
-    """Describe the size of the unsharded model; tied tensors count once."""
-    plan = make_plan(shard.metadata, shard.state_dict, optimizer=optimizer)
-    sizes: dict[Hashable, list[int]] = {}
-    for key, entry in plan.sharded.items():
-        identity = shard.state_dict[key].identity or key
-        sizes.setdefault(identity, [member.numel for member in entry.members])
-    for key in plan.unsharded:
-        if isinstance(value := shard.state_dict[key], TensorSource):
-            sizes.setdefault(value.identity or key, [value.spec.nbytes // value.dtype.itemsize])
-    numels = [numel for each in sizes.values() for numel in each]
-    text = f"{len(numels)} parameters and buffers, {sum(numels):,} elements"
-    if plan.optimizer is None:
-        return text
-    states = sum(len(plan.names_of(key)) for key in plan.optimizer.states)
-    return f"{text}, optimizer state of {states}"
-
-
 def describe_shards(shards: Sequence[Shard]) -> Iterator[str]:
     """Yield lines with ranks, names, shapes and optimizer state; unreadable shards are skipped."""
     readable = []

@@ -343,6 +343,7 @@ def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -
         verifiers,
         make_directories=kind is Kind.DIRECTORY,
         sources=[shard.source for shard in shards],
+        content=full,
         older=older_files(outputs, save_path, kind),
     )
 

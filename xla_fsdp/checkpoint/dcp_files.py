@@ -23,7 +23,7 @@ import warnings
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -113,16 +113,16 @@ class DcpJob(Job):
     """Writes a full checkpoint into a new directory, whose parent exists; ``torchtitan`` as of
     ``Layout``."""
 
-    full: FullCheckpoint
+    content: FullCheckpoint
     directory: str
     verifiers: Sequence[Verifier] = field(repr=False)
     torchtitan: bool = False
 
     @property
     def nbytes(self) -> int:
-        states = self.full.optimizer.tensors() if self.full.optimizer else {}
+        states = self.content.optimizer.tensors() if self.content.optimizer else {}
         values = [
-            *self.full.model.values(),
+            *self.content.model.values(),
             *(each for s in states.values() for each in s.values()),
         ]
         return sum(value.spec.nbytes for value in values if isinstance(value, TensorSource))
@@ -159,7 +159,7 @@ class DcpJob(Job):
         with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
             temporary = files.add(path, directory=True)
             with failing(path):
-                written = _save(self.full, temporary, options, torchtitan=self.torchtitan)
+                written = _save(self.content, temporary, options, torchtitan=self.torchtitan)
             raise_if(find_damage(self.verifiers, unread=options.verify))
             if options.verify:
                 try:
@@ -421,7 +421,7 @@ def _imported(directory: str) -> Shard:
             f"{listed(map(shown, sorted(reader.metadata.tensors)), len(reader.metadata.tensors))}"
         )
     shard = _shard(directory, model, _Optimizer(of_optimizer, entries))
-    return replace(shard, left_behind=_left_behind(reader))
+    return replace(shard, left_behind=_left_behind({reader, of_optimizer}))
 
 
 def _optimizer_beside(directory: str) -> str | None:
@@ -435,20 +435,24 @@ def _optimizer_beside(directory: str) -> str | None:
 _ACCELERATE = re.compile(r"pytorch_model_fsdp_(\d+)")
 
 
-def _left_behind(reader: _Reader) -> tuple[str, ...]:
-    """Return the first keys of all entries that belong to neither model nor optimizer."""
-    metadata = reader.metadata
-    paths = {entry: reader.path_of(entry) for entry in (*metadata.tensors, *metadata.values)}
-    left = (
-        shown(path[0])[1:-1]
-        for entry, path in paths.items()
-        if path[0] != OPTIM and (entry in metadata.values or _name(path) is None)
-    )
-    return tuple(dict.fromkeys(left))
+def _left_behind(readers: Iterable[_Reader]) -> tuple[str, ...]:
+    """Return all entries that are not read; those beside model and optimizer by their first key."""
+    left = []
+    for reader in readers:
+        for entry in (*reader.metadata.tensors, *reader.metadata.values):
+            path = reader.path_of(entry)
+            is_model = path[0] == MODEL
+            if (is_model and entry in reader.metadata.values) or not (_name(path) or _option(path)):
+                left.append(entry if is_model or path[0] == OPTIM else path[0])
+    return tuple(shown(key)[1:-1] for key in dict.fromkeys(left))
 
 
-OPTIM, APP = "optim", "app"
-OPTIMIZERS = (OPTIM, "optimizer")
+MODEL, OPTIM, APP = "model", "optim", "app"
+NAMES = {  # of others: of Lightning, and of torchtitan and accelerate
+    "state_dict": MODEL,
+    "optimizer": OPTIM,
+    "optimizer_0": OPTIM,
+}
 
 Name = tuple[str, str, str]  # ("model", name, "") or ("optim", parameter, state)
 
@@ -465,25 +469,34 @@ def _entries(reader: _Reader) -> Iterator[tuple[Name, TensorSource]]:
 
 def _inner(path: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the keys of an entry as those of ``{"model": ..., "optim": ...}``: torch's tutorial
-    has another dict around these, and torchtitan and accelerate another name."""
+    has another dict around these, and others have other names."""
     if path[0] == APP and len(path) > 1:
         path = path[1:]
-    return (OPTIM, *path[1:]) if path[0] in OPTIMIZERS and len(path) > 1 else path
+    return (NAMES.get(path[0], path[0]), *path[1:]) if len(path) > 1 else path
 
 
 def _name(path: tuple[Any, ...]) -> Name | None:
-    if path[0] == "model" and len(path) == 2:
-        return "model", str(path[1]), ""
-    if path[:2] == ("optim", "state") and len(path) == 4:
-        return "optim", str(path[2]), str(path[3])
-    if path[0] == "optim" and len(path) == 2 and str(path[1]).startswith("state."):
-        # Of flatten_optimizer_state_dict=True: the name of a state has no dots, a parameter's may.
-        parameter, _, state = str(path[1]).removeprefix("state.").rpartition(".")
-        return "optim", parameter, state
-    return None if len(path) > 1 else ("model", str(path[0]), "")
+    if path[0] == MODEL and len(path) == 2:
+        return MODEL, str(path[1]), ""
+    if (of := _of_optimizer(path, "state")) is not None:
+        return OPTIM, str(of[0]), str(of[1])
+    return None
 
 
-_FLAT_GROUPS = "param_groups."
+def _option(path: tuple[Any, ...]) -> tuple[Any, str] | None:
+    """Return the number of a group, or of flatten_optimizer_state_dict=True the name of a
+    parameter, and an option of it, if that is what an entry is."""
+    return _of_optimizer(path, "param_groups")
+
+
+def _of_optimizer(path: tuple[Any, ...], what: str) -> tuple[Any, str] | None:
+    if path[:2] == (OPTIM, what) and len(path) == 4:
+        return path[2], path[3]
+    if path[0] == OPTIM and len(path) == 2 and str(path[1]).startswith(f"{what}."):
+        # The name of a state or an option has no dots, a parameter's may.
+        name, _, last = str(path[1]).removeprefix(f"{what}.").rpartition(".")
+        return name, last
+    return None
 
 
 class _Optimizer:
@@ -493,23 +506,18 @@ class _Optimizer:
         self.tensors = {
             (name, state): source
             for (kind, name, state), source in entries.items()
-            if kind == "optim"
+            if kind == OPTIM
         }
         self.groups: dict[int, dict[str, Any]] = defaultdict(dict)
         self.values: dict[str, dict[str, Any]] = defaultdict(dict)
         self._options: dict[str, dict[str, Any]] = defaultdict(dict)
-        for entry in reader.metadata.values:
+        for entry in (*reader.metadata.tensors, *reader.metadata.values):
             path = reader.path_of(entry)
-            if path[0] != OPTIM:
-                continue
-            if path[1:2] == ("param_groups",) and len(path) == 4:
-                typed(path[2], int, f"the group in {shown(entry)}")
-                self.groups[path[2]][path[3]] = reader.value(entry)
-            elif len(path) == 2 and str(path[1]).startswith(_FLAT_GROUPS):
-                # Of flatten_optimizer_state_dict=True: options of each parameter.
-                parameter, _, option = str(path[1]).removeprefix(_FLAT_GROUPS).rpartition(".")
-                self._options[parameter][option] = reader.value(entry)
-            elif (name := _name(path)) is not None and name[0] == "optim":
+            if (option := _option(path)) is not None:
+                typed(option[0], int if len(path) == 4 else str, f"the group in {shown(entry)}")
+                of = self.groups if len(path) == 4 else self._options
+                of[option[0]][option[1]] = reader.value(entry)
+            elif (name := _name(path)) and name[0] == OPTIM and entry in reader.metadata.values:
                 self.values[name[1]][name[2]] = reader.value(entry)
         for parameter, options in self._options.items():  # those of equal options were one group
             own = {**options, "params": 0}
@@ -547,7 +555,10 @@ class _Optimizer:
         options = dict(self.groups[index])
         params = options.pop("params", [])
         if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
-            raise CheckpointError(f"optim.param_groups.{index}.params is not a list of names")
+            raise CheckpointError(
+                f"optim.param_groups.{index}.params holds no names; save get_optimizer_state_dict("
+                f"model, optimizer) of torch.distributed.checkpoint.state_dict, or the model alone"
+            )
         return GroupRecord(tuple(params), json_value(options, f"optim.param_groups.{index}"))
 
 
@@ -578,12 +589,21 @@ class _Reader:
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.metadata = _checked_metadata(directory)
+        self._paths = {
+            e: _inner(self._keys(e)) for e in (*self.metadata.tensors, *self.metadata.values)
+        }
+        if not any(path[0] == MODEL and len(path) > 1 for path in self._paths.values()):
+            # A model by itself, with other things beside its tensors.
+            self._paths = {e: p if len(p) > 1 else (MODEL, *p) for e, p in self._paths.items()}
         self._lock = Lock()
         self._last: tuple[str, Tensor] | None = None
 
     def path_of(self, entry: str) -> tuple[Any, ...]:
-        """Return the nested keys of an entry in the saved state dict."""
-        return _inner(self.metadata.paths.get(entry) or tuple(entry.split(".", 1)))
+        """Return the nested keys of an entry, as in ``{"model": ..., "optim": ...}``."""
+        return self._paths[entry]
+
+    def _keys(self, entry: str) -> tuple[Any, ...]:
+        return self.metadata.paths.get(entry) or tuple(entry.split(".", 1))
 
     def source(self, entry: str, tensor: _Tensor) -> TensorSource:
         data = _Entry(self, entry, tensor)
@@ -598,7 +618,11 @@ class _Reader:
             return self._last[1]
 
     def value(self, entry: str) -> Any:
-        return self._item((entry, None))
+        """Return a value, with numbers in place of tensors of one element, as a learning rate may
+        be one."""
+        tensor = self.metadata.tensors.get(entry)
+        found = self._item((entry, None)) if tensor is None else self.source(entry, tensor)
+        return convert_tensors(found, lambda s: s.load().item() if math.prod(s.shape) == 1 else s)
 
     def load(self, index: Index) -> Tensor:
         """Read a part of a tensor."""

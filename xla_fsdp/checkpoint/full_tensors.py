@@ -112,6 +112,15 @@ class FullCheckpoint:
     ties: dict[str, str]
     optimizer: OptimizerState | None
 
+    def __str__(self) -> str:
+        """Return its size; tied tensors count once."""
+        tensors = {id(v): v for v in self.model.values() if isinstance(v, TensorSource)}
+        numel = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        text = f"{len(tensors)} parameters and buffers, {numel:,} elements"
+        if self.optimizer is not None:
+            text += f", optimizer state of {len(self.optimizer.states)}"
+        return text
+
 
 def full_checkpoint(plan: MergePlan, shards: Sequence[Shard]) -> FullCheckpoint:
     """Return the full model and optimizer.

@@ -324,7 +324,10 @@ def _final_names(begun: Sequence[tuple[Output, str]]) -> Iterator[None]:
 
 
 class Job(ABC):
-    """A planned output, which can be checked and described without changing anything."""
+    """A planned output, which can be checked and described without changing anything; ``content``
+    tells the user what is in it."""
+
+    content: object
 
     @property
     @abstractmethod
@@ -362,6 +365,7 @@ class FilesJob(Job):
         verifiers: of the tensors that the outputs read.
         make_directories: whether to create missing directories.
         sources: paths of the shard files, which are never replaced.
+        content: for the user.
         older: files of an earlier merge that a reader would take for parts of this one; they are
             deleted after it, if existing files may be replaced.
     """
@@ -370,6 +374,7 @@ class FilesJob(Job):
     verifiers: Sequence[Verifier] = field(repr=False)
     make_directories: bool
     sources: Sequence[str] = field(default=(), repr=False)
+    content: object = field(default="", repr=False)
     older: Sequence[str] = ()
 
     @property

@@ -107,7 +107,8 @@ def plan_reshard(
     marker = Marker(step, world_size, {}, job)
     outputs = [*files, MarkerOutput(os.path.join(folder, MARKER), files, marker)]
     sources = [shard.source for shard in shards]
-    return FilesJob(outputs, verifiers, make_directories=True, sources=sources)
+    told = f"{world_size} ranks"
+    return FilesJob(outputs, verifiers, make_directories=True, sources=sources, content=told)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.recipes import WIDTH, Block, Transformer
-from test.common.scenarios import fsdp, make, nested
+from test.common.scenarios import Step, fsdp, make, nested, one_step
 
 STEPS = 4
-Step = Callable[[Tensor], Tensor]
 
 
 class Blocks(nn.Module):
@@ -32,19 +31,6 @@ class Blocks(nn.Module):
 
 def adamw(params: Any) -> Any:
     return torch.optim.AdamW(params, lr=1e-2)
-
-
-def one_step(model: Any, optimizer: Any) -> Step:
-    """Return a step of an ordinary loop, whose gradients are alive at its end."""
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
 
 
 def plain() -> tuple[Step, Any]:

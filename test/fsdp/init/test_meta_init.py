@@ -345,6 +345,37 @@ def test_two_billion_parameters_as_one_of_64_ranks(how: str) -> None:
     assert found["peak"] < 2 * shards + unit + unit // 8
 
 
+# ---------------------------------------------------------------- values from the host
+
+
+@scenario
+def assigned(rank: int) -> dict[str, bool]:
+    """Whole tensors and shards on the host, given by ``load_state_dict(assign=True)``."""
+    import torch_xla
+
+    from xla_fsdp import fully_shard
+
+    plain, found = make(lambda: nn.Linear(4, 6)), {}
+    shards = fully_shard(make(lambda: nn.Linear(4, 6))).state_dict()
+    host = {name: shard.to_local().detach().cpu() for name, shard in shards.items()}
+    x = torch.ones(2, 4)
+    for dtype in (torch.float32, torch.bfloat16):
+        for kind, state in (("whole", plain.state_dict()), ("shards", host)):
+            model = fully_shard(on_meta(lambda: nn.Linear(4, 6)))
+            model.load_state_dict({k: v.to(dtype) for k, v in state.items()}, assign=True)
+            y = model(x.to(torch_xla.device(), dtype))
+            y.sum().backward()
+            expected = copy.deepcopy(plain).to(dtype)(x.to(dtype))
+            near = torch.allclose(y.detach().cpu(), expected, atol=0.01)
+            found[f"{kind} {dtype}"] = near and y.dtype == dtype
+    return found
+
+
+def test_what_is_assigned_moves_to_the_device_of_its_rank() -> None:
+    assert result("assigned") == dict.fromkeys(result("assigned"), True)
+    assert len(result("assigned")) == 4
+
+
 # ---------------------------------------------------------------- values that are pending
 
 

@@ -509,7 +509,8 @@ class FSDPParam:
             )
         kind = ShardParameter if has_values else UninitializedShard
         # A copy: torch_xla would trace what is computed from an alias from its earlier values.
-        self.slots.shard = kind(new.detach().clone(), requires_grad=old.requires_grad)
+        values = new.detach().to(ops.device(), copy=True)
+        self.slots.shard = kind(values, requires_grad=old.requires_grad)
         vars(self.slots.shard).update(vars(old))
         group = known_group(old)
         remember(self, [self.slots.shard])

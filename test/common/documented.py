@@ -141,7 +141,7 @@ def make_clone(folder: Path) -> None:
         for name in names:
             shim = folder / place / name
             shim.write_text(
-                f'#!/bin/sh\nexec {sys.executable} -m test.common.documented {name} "$@"\n'
+                f'#!/bin/sh\nexec {sys.executable} -S -m test.common.documented {name} "$@"\n'
             )
             shim.chmod(0o755)
     for path in (*ROOT.glob("tools/*.py"), *map(ROOT.joinpath, LINKED)):

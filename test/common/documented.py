@@ -45,8 +45,8 @@ SHORT = {
     "-m xla_fsdp.preflight examples.imagenet.vit_10b:step": "--set width=64 --set blocks=2 "
     "--set heads=4",
     "-m test.common.model_table": "",
-    "benchmarks/program_digests.py": "",
-    "benchmarks/replay.py": "--width=16 --blocks=2 --steps=3",
+    "benchmarks/program_digests.py": "--only=1",
+    "benchmarks/replay.py": "--width=64 --blocks=2 --steps=3",
     "benchmarks/tpu_compile.py": "--models=64x1 --topology=v5e:2x2 --only=ours --rounds=1",
     "examples/imagenet/cifar10.py": "--per_class=8",
     "examples/imagenet/train.py": FAKE,

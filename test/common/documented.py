@@ -26,7 +26,7 @@ MODEL = "--width=32 --blocks=2 --heads=4 --kv_heads=2 --ffn=64"
 TRAINED = "--steps=4 --length=32 --batch_size=2 --generate=5"
 LLAMA = "--set vocabulary=512 --set length=64"
 PICTURES = "--fake_data --fake_pictures=64 --model=resnet18 --img_size=32 --batch_size=4"
-FAKE = f"{PICTURES} --num_epochs=1 --max_steps=3 --num_workers=0 --num_ranks=2 --resume=none"
+FAKE = f"{PICTURES} --num_epochs=1 --max_steps=3 --num_workers=0 --num_ranks=2"
 DIGITS = "--fake_data --num_epochs=1 --max_steps=12 --compare_steps=0 --num_ranks=2"
 
 # What makes a command short, by its beginning; the longest that fits is taken.
@@ -42,7 +42,7 @@ SHORT = {
     f"--set kv_heads=2 --set blocks=2 {LLAMA}",
     "-m xla_fsdp.preflight examples.llm.llama:step --topology v5e:4x4 --tune": "--budget 60s "
     f"--set width=128 --set ffn=256 --set heads=4 --set kv_heads=2 --set blocks=8 {LLAMA}",
-    "-m xla_fsdp.preflight examples.imagenet.vit_10b:step": "--set width=64 --set blocks=2 "
+    "-m xla_fsdp.preflight examples.imagenet.vit_10b:step": "--set width=64 --set depth=2 "
     "--set heads=4",
     "-m test.common.model_table": "",
     "benchmarks/program_digests.py": "--only=1",
@@ -52,7 +52,7 @@ SHORT = {
     "examples/imagenet/train.py": FAKE,
     "examples/imagenet/train.py --datadir data/small": "--num_epochs=1 --max_steps=2 --num_ranks=2 "
     "--test_set_batch_size=4 --batch_size=4 --num_workers=0",
-    "examples/imagenet/vit_10b.py": "--width=64 --blocks=2 --heads=4",
+    "examples/imagenet/vit_10b.py": "--width=64 --depth=2 --heads=4",
     "examples/llm/generate.py": "--generate=5",
     "examples/llm/llama.py": f"{MODEL} --vocabulary=512",
     "examples/llm/train.py": f"{MODEL} {TRAINED} --num_ranks=2",
@@ -153,7 +153,18 @@ def shortened(arguments: Sequence[str]) -> list[str] | None:
     """Return the arguments of Python with what makes them short; None if they are not known."""
     words = shlex.join(arguments) + " "
     fitting = [each for each in SHORT if words.startswith(f"{each} ")]
-    return [*arguments, *SHORT[max(fitting, key=len)].split()] if fitting else None
+    if not fitting:
+        return None
+    return [*arguments, *SHORT[max(fitting, key=len)].split(), *place_of(arguments)]
+
+
+def place_of(arguments: Sequence[str]) -> list[str]:
+    """Return a place for checkpoints where an example would choose one in the tree."""
+    own = arguments[0].startswith(("examples/imagenet/train", "examples/mnist/train"))
+    if not own or {"--ckpt_dir", "--help"} & {*arguments}:
+        return []
+    number = len(Path(os.environ["DOCUMENTED_LOG"]).read_text().splitlines())
+    return [f"--ckpt_dir=runs/{'resumed' if '--resume' in arguments else number}"]
 
 
 def main(name: str, arguments: list[str]) -> int:
@@ -173,6 +184,7 @@ def call(name: str, arguments: list[str]) -> int:
     elif name == "consolidate_sharded_ckpts":
         command = [sys.executable, "-m", f"xla_fsdp.{name}", *arguments]
     elif name == SMOKE:
+        os.environ["PYTHON"] = sys.executable
         command = [str(ROOT / "tools" / SMOKE), "versions", *arguments]
     elif name == "tensorboard":  # else it serves
         command = [sys.executable, "-m", "tensorboard.main", "--inspect", *arguments]

@@ -38,7 +38,10 @@ EVERY_PAGE = """
   for (const page of PAGES) {
     const frame = document.createElement("iframe");
     frame.style = "border: 0; width: " + innerWidth + "px; height: 900px";
-    await new Promise(done => { frame.onload = done; frame.src = page; document.body.append(frame); });
+    const loaded = new Promise(done => { frame.onload = done; });
+    frame.src = page;
+    document.body.append(frame);
+    await loaded;
     const inside = frame.contentDocument, wide = each => each.scrollWidth > each.clientWidth + 1;
     found[page] = {
       overflow: wide(inside.documentElement),
@@ -145,6 +148,16 @@ def smallest_font(page: Path, name: str) -> float:
     fonts = [float(each) for each in re.findall(r"font(?:-size)?:([\d.]+)px", text)]
     assert width is not None
     return min(fonts) / float(width[1])
+
+
+def test_titles_begin_with_the_names_in_the_navigation() -> None:
+    entries = re.findall(r"^ +- (?:(\S.*): )(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert len(entries) > 40
+    for name, page in entries:
+        title = (ROOT / "docs" / page).read_text().partition("\n")[0].removeprefix("# ")
+        known = {"Home": "xla_fsdp"}.get(name, name).lower()
+        expected = f"reference: {known}" if page.startswith("reference/") else known
+        assert title.replace("`", "").lower().startswith(expected), page
 
 
 def test_the_chart_is_drawn_from_the_benchmarks_numbers() -> None:

@@ -18,9 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )*python (?:-m [^`\s]+\s|(?!-m))[^`]+)`")
-VARIABLES = "NAME=n ZONE=z BUCKET=bucket IP=127.0.0.1 CLUSTER=c IMAGE=i PROJECT=p REPOSITORY=r"
+VARIABLES = (
+    "NAME=n ZONE=z BUCKET=bucket IP=127.0.0.1 CLUSTER=c IMAGE=i POD=p PROJECT=p REPOSITORY=r"
+)
 
 MODEL = "--width=32 --blocks=2 --heads=4 --kv_heads=2 --ffn=64"
 TRAINED = "--steps=4 --length=32 --batch_size=2 --generate=5"
@@ -83,6 +85,8 @@ CLOUD = {
     "kubectl": ("apply -f", "logs", "exec", "get", "delete"),
     "docker": ("build", "push"),
     "git": ("clone",),
+    "py-spy": ("dump",),
+    "sudo": ("py-spy dump",),
 }
 PROGRAMS = ("python", "consolidate_sharded_ckpts", "pip", "make", "tensorboard", *CLOUD)
 

@@ -53,7 +53,9 @@ class Shown:
     screenshot: bytes = b""
 
 
-def show(page: Path | str, expression: str, *, size: tuple[int, int] = (1200, 900)) -> Shown:
+def show(
+    page: Path | str, expression: str, *, size: tuple[int, int] = (1200, 900), dark: bool = False
+) -> Shown:
     """Load ``page``, a file or an address, and evaluate ``expression`` in it.
 
     If the expression is a promise, its value is waited for.
@@ -69,6 +71,8 @@ def show(page: Path | str, expression: str, *, size: tuple[int, int] = (1200, 90
         browser.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             browser.call(f"{domain}.enable")
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        browser.call("Emulation.setEmulatedMedia", features=[scheme])
         browser.call("Page.navigate", url=page.as_uri() if isinstance(page, Path) else page)
         browser.wait_for("Page.loadEventFired")
         answer = browser.call(

@@ -34,7 +34,7 @@ from test.common.ranks import ROOT
 from test.common.scenarios import make
 from xla_fsdp import launch
 
-FOUR = {"cpu_ranks", "first_model", "meshes", "tensor_parallel"}
+FOUR = {"cpu_ranks", "first_model", "index", "meshes", "tensor_parallel"}
 RANKS = 4 if sys.argv[-1] == "4" else 2
 FENCE = re.compile(
     r"^(?:<!-- snippet: (.*?) -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE

@@ -32,7 +32,7 @@ TOLERANCE = 2e-5  # relative to the largest value of a tensor
 # In fp32 the plain model is 5e-5 from its own values in fp64, where others are 1e-6 to 1e-5.
 WIDER = {"Gemma3": 3e-4}
 HEAD = f"""\
-# Models
+# Models that are tested
 
 Small models of these families, by configuration and without weights, trained for three steps of
 AdamW on 2 and on 3 ranks: losses, gradients and parameters equal those of the plain model on the

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import http.server
 import importlib.util
+import json
+import re
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import pytest
 
 from test.common.browser import Shown, executable, show
 from test.common.ranks import ROOT
+from tools import docs_chart
 
 PHONE = (390, 844)
 SMALLEST_FONT = 12
@@ -27,12 +30,38 @@ MEASURE = """
   title: document.querySelector("h1").innerText,
 })
 """
+WIDTHS = (400, 1280, 1600)
+SMALLEST_IN_PICTURES = 10
+EVERY_PAGE = """
+(async () => {
+  const found = {};
+  for (const page of PAGES) {
+    const frame = document.createElement("iframe");
+    frame.style = "border: 0; width: " + innerWidth + "px; height: 900px";
+    const loaded = new Promise(done => { frame.onload = done; });
+    frame.src = page;
+    document.body.append(frame);
+    await loaded;
+    const inside = frame.contentDocument, wide = each => each.scrollWidth > each.clientWidth + 1;
+    found[page] = {
+      overflow: wide(inside.documentElement),
+      code: [...inside.querySelectorAll("pre > code")].filter(wide).map(each => each.innerText),
+      tables: [...inside.querySelectorAll("article table")].filter(
+        each => each.getBoundingClientRect().right > innerWidth).length,
+      pictures: [...inside.querySelectorAll("article img")].map(
+        each => [each.getAttribute("src"), each.clientWidth]),
+    };
+    frame.remove();
+  }
+  return found;
+})()
+"""
 SEARCH = """
 (async () => {
   const input = document.querySelector("[data-md-component=search-query]");
   document.querySelector("[data-md-toggle=search]").click();
   input.focus();
-  input.value = "no_sync";
+  input.value = WORDS;
   for (let wait = 0; wait < 2000; wait++) {
     for (const each of ["keydown", "keyup", "input"]) input.dispatchEvent(new Event(each));
     const found = document.querySelectorAll(".md-search-result__link");
@@ -96,7 +125,65 @@ def test_a_phone_shows_it(page: str, address: str) -> None:
     assert shown.answer["broken"] == []
 
 
-def test_search_finds_pages(address: str) -> None:
-    shown = show(f"{address}/index.html", SEARCH)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_cut_off_and_pictures_are_readable(
+    width: int, built: Path, address: str
+) -> None:
+    pages = [str(path.relative_to(built)) for path in built.rglob("*.html")]
+    given = f"const PAGES = {json.dumps([each for each in pages if each != '404.html'])};"
+    shown = show(f"{address}/index.html", given + EVERY_PAGE, size=(width, 900))
+    assert len(shown.answer) == len(pages) - 1
+    for page, found in shown.answer.items():
+        assert (page, found["overflow"], found["tables"]) == (page, False, 0)
+        if width > PHONE[0] + 100:  # on a phone code is scrolled
+            assert (page, found["code"]) == (page, [])
+        for name, pixels in found["pictures"]:
+            assert pixels * smallest_font(built / page, name) >= SMALLEST_IN_PICTURES, (page, name)
+
+
+def smallest_font(page: Path, name: str) -> float:
+    """Of the text in a picture, as a part of the picture's width."""
+    text = (page.parent / name).read_text()
+    width = re.search(r'viewBox="0 0 (\d+)', text)
+    fonts = [float(each) for each in re.findall(r"font(?:-size)?:([\d.]+)px", text)]
+    assert width is not None
+    return min(fonts) / float(width[1])
+
+
+def test_titles_begin_with_the_names_in_the_navigation() -> None:
+    entries = re.findall(r"^ +- (?:(\S.*): )(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert len(entries) > 40
+    for name, page in entries:
+        title = (ROOT / "docs" / page).read_text().partition("\n")[0].removeprefix("# ")
+        known = {"Home": "xla_fsdp"}.get(name, name).lower()
+        expected = f"reference: {known}" if page.startswith("reference/") else known
+        assert title.replace("`", "").lower().startswith(expected), page
+
+
+def test_the_chart_is_drawn_from_the_benchmarks_numbers() -> None:
+    assert docs_chart.PICTURE.read_text() == docs_chart.chart()
+    assert docs_chart.peaks(docs_chart.SECTIONS["24 blocks of width 1024"])["ours"] == 542
+
+
+def test_the_landing_page_shows_what_it_is_and_where_it_stands(built: Path) -> None:
+    text = (ROOT / "docs" / "index.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert code is not None
+    assert len([line for line in code[1].splitlines() if line]) <= 12
+    for words in (
+        "pictures/memory.svg",
+        "has not run on TPU hardware",
+        "TorchTPU",
+        "make docs-serve",
+    ):
+        assert words in text
+    assert "docs/pictures/memory.svg" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "page"), [("no_sync", "training.html"), ("mark_sharding", "moving.html")]
+)
+def test_search_finds_pages(words: str, page: str, address: str) -> None:
+    shown = show(f"{address}/index.html", SEARCH.replace("WORDS", json.dumps(words)))
     check(shown, address)
-    assert any("training.html" in each for each in shown.answer)
+    assert any(page in each for each in shown.answer)

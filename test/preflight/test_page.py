@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from test.common.browser import Shown, executable, show
 from test.common.example_report import TIMELINE, report
-from xla_fsdp.preflight.html import TICKS, axis_marks, page
+from xla_fsdp.preflight.html import TICKS, about_run, axis_marks, page
 from xla_fsdp.preflight.report import PARTS, Memory
 from xla_fsdp.preflight.topologies import GIB
 
@@ -29,11 +30,23 @@ MEASURE = """
     axis: boxes("svg.timeline .back"), labels: boxes("svg text"), width: innerWidth,
     overflow: document.documentElement.scrollWidth - innerWidth,
     text: document.body.innerText,
-    colors: new Set([...document.querySelectorAll(".legend i")].map(color)).size,
+    legend: [...document.querySelectorAll(".legend span")].map(
+      each => [each.innerText, color(each.firstChild)]),
+    drawn: [...document.querySelectorAll("polygon, rect:not(.back)")].map(
+      each => getComputedStyle(each).fill),
+    cut: [...document.querySelectorAll("table, tr, td, pre, dl")].filter(
+      each => each.getBoundingClientRect().right > innerWidth + 1).length,
+    smallest: Math.min(...[...document.querySelectorAll("svg text")].map(
+      each => each.getBoundingClientRect().height)),
+    scrolls: [...document.querySelectorAll("svg")].every(
+      each => each.parentElement.clientWidth <= innerWidth),
+    background: getComputedStyle(document.body).backgroundColor,
   };
 })()
 """
 TOO_LARGE = Memory(*[GIB] * 9, capacity=8 * GIB)
+SMALLEST_TEXT = 11.5  # pixels of a line
+ABOUT = about_run("train:build_step")
 HOSTILE = {"name": "</pre><img src=http://host.invalid/x><script>throw 1</script>"}
 
 
@@ -42,7 +55,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     if executable() is None:
         pytest.skip("no Chromium on this machine; make browser installs one (it needs npm)")
     path = tmp_path_factory.mktemp("page") / "page.html"
-    path.write_text(page([report(), report(memory=TOO_LARGE, options=HOSTILE)]))
+    path.write_text(page([report(), report(memory=TOO_LARGE, options=HOSTILE)], about=ABOUT))
     found = show(path, MEASURE)
     assert found.requests[0] == path.as_uri()
     return found
@@ -68,16 +81,43 @@ def test_bars_are_stacked_in_proportion_below_the_chips_capacity(shown: Shown) -
     fits, too_large = bars[: len(PARTS)], large
     assert fits[-1][0] + fits[-1][2] < capacity[0][0]
     assert too_large[-1][0] + too_large[-1][2] > capacity[1][0] + 20
-    assert answer(shown, "colors") == len(PARTS)
+
+
+def test_a_color_has_one_meaning_and_a_place_in_a_legend(shown: Shown) -> None:
+    legend = {(label, color) for label, color in answer(shown, "legend")}
+    assert len(legend) == len(PARTS) + 2
+    assert len({label for label, _ in legend}) == len({color for _, color in legend}) == len(legend)
+    assert {*answer(shown, "drawn")} <= {color for _, color in legend}
+
+
+@pytest.mark.parametrize("width", [400, 1280, 1600])
+def test_nothing_is_cut_off_at_any_width(width: int, shown: Shown, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page([report(), report(memory=TOO_LARGE, options=HOSTILE)], about=ABOUT))
+    found = show(path, MEASURE, size=(width, 900))
+    assert (answer(found, "cut"), answer(found, "scrolls")) == (0, True)
+    assert answer(found, "overflow") <= 0
+    assert answer(found, "smallest") >= SMALLEST_TEXT
+    for fact in (*ABOUT, *ABOUT.values()):
+        assert fact in answer(found, "text")
+
+
+def test_it_is_dark_where_that_is_preferred(tmp_path: Path) -> None:
+    if executable() is None:
+        pytest.skip("no Chromium on this machine; make browser installs one (it needs npm)")
+    path = tmp_path / "page.html"
+    path.write_text(page([report()]))
+    light, dark = (show(path, MEASURE, dark=each).answer["background"] for each in (False, True))
+    assert (light, dark) == ("rgb(255, 255, 255)", "rgb(24, 24, 24)")
 
 
 def test_memory_over_time_is_drawn_with_its_steps(shown: Shown) -> None:
     areas = answer(shown, "areas")
-    assert len(areas) == 2 * 4  # inputs, code, gathered parameters, activations
-    inputs, code, gathered, activations = areas[:4]
-    assert all(area[2] > 500 and area[3] > 0 for area in areas[:4])
-    assert activations[1] < gathered[1] < code[1] < inputs[1]  # each above the one before
-    assert activations[1] + activations[3] <= inputs[1] + inputs[3]
+    assert len(areas) == 2 * (5 + 2)  # what is as large at all times, and what is not
+    first = areas[:7]
+    assert all(area[2] > 500 and area[3] > 0 for area in first)
+    for below, above in itertools.pairwise(first):
+        assert above[1] < below[1]
 
 
 def test_collectives_travel_in_lanes_at_their_time(shown: Shown) -> None:

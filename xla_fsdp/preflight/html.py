@@ -9,7 +9,7 @@ import datetime
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import metadata
@@ -34,28 +34,35 @@ from xla_fsdp.preflight.tuned import Candidate, Tuned
 
 _STYLE = (
     ":root{color-scheme:light}"
-    "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:72em;padding:0 1.5em;"
-    "overflow-wrap:anywhere;"
-    "color:#222;background:#fff}"
+    "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:76em;padding:0 1.2em;"
+    "overflow-wrap:anywhere;color:#222;background:#fff}"
     "h1{margin-bottom:0}h2{margin-top:2.2em;border-bottom:1px solid #ddd;padding-bottom:.2em}"
-    ".wide{overflow-x:auto}table{border-collapse:collapse;white-space:nowrap;font-size:14px}"
-    "td,th{padding:.3em .7em;text-align:right}"
+    "table{border-collapse:collapse;font-size:14px}td,th{padding:.3em .6em;text-align:right}"
     "td:nth-child(-n+2),th:nth-child(-n+2),.tuned td:last-child,.tuned th:last-child"
     "{text-align:left}"
-    "th{border-bottom:1px solid #999}tr:nth-child(odd) td{background:#f5f5f5}"
+    "th{border-bottom:1px solid #999;vertical-align:bottom}"
+    "th,td{overflow-wrap:normal}td:nth-child(2){overflow-wrap:anywhere;min-width:8em}"
+    "tr:nth-child(odd) td{background:#f5f5f5}"
     ".no{color:#b00020;font-weight:bold}.yes{color:#1b7a34;font-weight:bold}"
-    "svg{display:block;width:100%;height:auto;margin:.6em 0}svg text{font-size:12px;fill:#333}"
+    ".wide{overflow-x:auto}svg{display:block;width:100%;min-width:760px;max-width:1080px;"
+    "height:auto;margin:.6em 0}svg text{font-size:13px;fill:#333}"
     "line.grid{stroke:#ddd}line.peak{stroke:#222;stroke-dasharray:5 3}"
-    "line.capacity{stroke:#b00020;stroke-width:2}"
+    "line.capacity{stroke:#b00020;stroke-width:2}rect.back{fill:#f1f1f1}"
     ".part:hover,.span:hover,polygon:hover{opacity:.7}"
     ".legend{margin:.3em 0;font-size:13px}.legend span{display:inline-block;margin-right:1.1em}"
     ".legend i{display:inline-block;width:.9em;height:.9em;margin-right:.35em;"
-    "vertical-align:-.1em}pre{overflow-x:auto;background:#f7f7f7;padding:.8em;font-size:13px}"
-    ".note{color:#555}"
+    "vertical-align:-.1em}"
+    "pre{white-space:pre-wrap;background:#f7f7f7;padding:.8em;font-size:13px}"
+    ".note{color:#555}dl{display:grid;grid-template-columns:auto 1fr;gap:.1em .9em;color:#555}"
+    "dd{margin:0}"
+    "@media(max-width:760px){th{display:none}tr,td,table{display:block}"
+    "tr{padding:.5em 0;border-bottom:1px solid #999}td,td:first-child{text-align:left;"
+    "padding:.1em .4em}td::before{content:attr(data-name);display:inline-block;width:8.5em;"
+    "color:#777;font-weight:normal}pre{font-size:11px}}"
     "@media(prefers-color-scheme:dark){:root{color-scheme:dark}body{color:#ddd;background:#181818}"
     "tr:nth-child(odd) td,pre{background:#262626}svg text{fill:#ccc}line.grid{stroke:#444}"
-    "line.peak{stroke:#ddd}.note{color:#aaa}.no{color:#ff8a80}.yes{color:#81c784}"
-    "h2{border-color:#444}}"
+    "line.peak{stroke:#ddd}rect.back{fill:#2b2b2b}.note,dl,td::before{color:#aaa}"
+    ".no{color:#ff8a80}.yes{color:#81c784}h2{border-color:#444}}"
 )
 
 _COLORS = {
@@ -63,17 +70,19 @@ _COLORS = {
     "data": "#bab0ac", "outputs": "#9d755d", "gathered_parameters": "#54a24b",
     "activations": "#e45756", "scratch": "#eeca3b", "code": "#b279a2",
 }  # fmt: skip
+_TRAFFIC_COLORS = {True: ("overlapped", "#8fa8c8"), False: ("blocking", "#3b3f8f")}
+_RECIPE_COLORS = {"lean": "#e377c2", "fast": "#17a2b8", "plain": "#8c6d31"}
 
 
-_RECIPE_COLORS = {"lean": "#4c78a8", "fast": "#f58518", "plain": "#54a24b"}
-
-
-def about_run(target: str) -> str:
-    """Return in a line what is looked at, by which command and versions, and when."""
+def about_run(target: str) -> dict[str, str]:
+    """Return what is looked at, by which command and versions, and when."""
     packages = ("xla_fsdp", "torch", "torch_xla", "jaxlib", "libtpu")
-    versions = ", ".join(f"{name} {_version(name)}" for name in packages)
-    command = shlex.join(["python", "-m", "xla_fsdp.preflight", *sys.argv[1:]])
-    return f"{target}, {datetime.date.today()}, {versions}: {command}"
+    return {
+        "target": target,
+        "command": shlex.join(["python", "-m", "xla_fsdp.preflight", *sys.argv[1:]]),
+        "date": str(datetime.date.today()),
+        "versions": ", ".join(f"{name} {_version(name)}" for name in packages),
+    }
 
 
 def _version(package: str) -> str:
@@ -83,7 +92,9 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def page(reports: Sequence[Report], failed: Sequence[Failed] = (), about: str = "") -> str:
+def page(
+    reports: Sequence[Report], failed: Sequence[Failed] = (), about: Mapping[str, str] | None = None
+) -> str:
     """Return an HTML page.
 
     Args:
@@ -93,11 +104,12 @@ def page(reports: Sequence[Report], failed: Sequence[Failed] = (), about: str = 
     """
     rows = "".join(map(_row, reports))
     headings = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
+    legend = _legend((label, _COLORS[name]) for name, label in PARTS.items())
     return _document(
         f'<p class="note">One training step per rank, as the TPU compiler makes it.</p>'
         f"{''.join(map(_failure, failed))}"
-        f'<div class="wide"><table><tr>{headings}</tr>{rows}</table></div>'
-        f"<h2>Memory against the chip's capacity</h2>{_legend()}{_memory_bars(reports)}"
+        f"<table><tr>{headings}</tr>{rows}</table>"
+        f"<h2>Memory against the chip's capacity</h2>{legend}{_memory_bars(reports)}"
         f"{''.join(map(_section, reports))}",
         about,
     )
@@ -107,7 +119,7 @@ def _failure(failed: Failed) -> str:
     return f'<p><span class="no">{escape(failed.run)}</span>: {escape(failed.error)}</p>'
 
 
-def tuned_page(tuned: Tuned, about: str = "") -> str:
+def tuned_page(tuned: Tuned, about: Mapping[str, str] | None = None) -> str:
     """Return an HTML page of a search: what was tried, and the report on the best."""
     headings = "".join(f"<th>{escape(heading)}</th>" for heading in TUNED_HEADINGS)
     best = tuned.best
@@ -116,20 +128,26 @@ def tuned_page(tuned: Tuned, about: str = "") -> str:
         f"size, filled if it was compiled as it is to run, and else predicted; dashed if it does "
         f"not fit.</p>"
         f"{_scatter(tuned)}"
-        f'<div class="wide"><table class="tuned"><tr>{headings}</tr>'
-        f"{''.join(_tuned_row(tuned, each) for each in tuned.ranking())}</table></div>"
+        f'<table class="tuned"><tr>{headings}</tr>'
+        f"{''.join(_tuned_row(tuned, each) for each in tuned.ranking())}</table>"
         f"{_section(best.report) if best and best.report else ''}",
         about,
     )
 
 
 def _tuned_row(tuned: Tuned, candidate: Candidate) -> str:
-    columns = (f"<td>{escape(cell)}</td>" for cell in tuned.cells(candidate))
-    return f"<tr>{''.join(columns)}</tr>"
+    cells = zip(TUNED_HEADINGS, tuned.cells(candidate), strict=True)
+    return f"<tr>{''.join(_cell(*each) for each in cells)}</tr>"
 
 
-def _document(body: str, about: str) -> str:
-    body = (f'<p class="note">{escape(about)}</p>' if about else "") + body
+def _cell(heading: str, content: str, kind: str = "") -> str:
+    mark = f' class="{kind}"' if kind else ""
+    return f'<td data-name="{escape(heading)}"{mark}>{escape(content)}</td>'
+
+
+def _document(body: str, about: Mapping[str, str] | None) -> str:
+    facts = (f"<dt>{name}</dt><dd>{escape(fact)}</dd>" for name, fact in (about or {}).items())
+    body = (f"<dl>{''.join(facts)}</dl>" if about else "") + body
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
@@ -139,21 +157,17 @@ def _document(body: str, about: str) -> str:
 
 
 def _row(report: Report) -> str:
-    verdict = "yes" if report.fits else "no"
-    marks = {HEADINGS.index("fits"): f' class="{verdict}"'}
-    columns = (
-        f"<td{marks.get(column, '')}>{escape(cell)}</td>"
-        for column, cell in enumerate(cells(report))
-    )
-    return f"<tr>{''.join(columns)}</tr>"
+    verdict = {"fits": "yes" if report.fits else "no"}
+    columns = zip(HEADINGS, cells(report), strict=True)
+    return f"<tr>{''.join(_cell(*each, verdict.get(each[0], '')) for each in columns)}</tr>"
 
 
-def _legend() -> str:
-    entries = (
-        f'<span><i style="background:{_COLORS[name]}"></i>{escape(label)}</span>'
-        for name, label in PARTS.items()
+def _legend(entries: Iterable[tuple[str, str]]) -> str:
+    drawn = (
+        f'<span><i style="background:{color}"></i>{escape(label)}</span>'
+        for label, color in entries
     )
-    return f'<p class="legend">{"".join(entries)}</p>'
+    return f'<p class="legend">{"".join(drawn)}</p>'
 
 
 def _section(report: Report) -> str:
@@ -162,7 +176,7 @@ def _section(report: Report) -> str:
     return (
         f"<h2>{escape(title(report))}</h2>"
         f"<ul>{findings or '<li>Nothing to remark.</li>'}</ul>"
-        f"<h3>Over the step's estimated time</h3>{_step_timeline(report)}"
+        f"<h3>Over the step's estimated time</h3>{_timeline_legend()}{_step_timeline(report)}"
         f'<p class="note">Read from the schedule: below the peak lies what the compiler reserves '
         f"beyond the buffers that it can be seen to use.</p>"
         f"<details open><summary>All figures</summary>"
@@ -170,12 +184,20 @@ def _section(report: Report) -> str:
     )
 
 
+def _timeline_legend() -> str:
+    """Say what is drawn of the step: memory as areas, and collectives in lanes."""
+    areas = [*_CONSTANT, "gathered_parameters", "activations"]
+    return _legend([*((PARTS[name], _COLORS[name]) for name in areas), *_TRAFFIC_COLORS.values()])
+
+
 # ---------------------------------------------------------------- drawings; lengths in pixels
 
-WIDTH, LEFT, RIGHT = 1000, 250, 115  # width of a drawing and of its margins, which hold labels
+WIDTH, LEFT, RIGHT = 900, 100, 120  # width of a drawing and of its margins, which hold numbers
 INNER = WIDTH - LEFT - RIGHT
-BAR = 30
-HEIGHT, LANE, GAP = 220, 18, 6  # heights of the memory plot, and of the collectives below it
+BAR = 46
+HEIGHT, LANE, GAP = 220, 18, 24  # heights of the memory plot, and of the collectives below it
+_CONSTANT = ("parameters", "gradients", "optimizer_state", "data", "code")
+"""Parts of memory that are as large at all times."""
 PLOT = 320  # height of a search's plot
 TICKS = 5
 
@@ -203,18 +225,18 @@ def _memory_bars(reports: Sequence[Report]) -> str:
 def _bar(report: Report, x: _Scale, top: float) -> str:
     memory = report.memory
     label = f"{report.topology} {options_text(report.options)}".strip()
-    drawn = [_text(LEFT - 8, top + 19, _short(label), "end", hint=label)]
+    drawn = [_text(LEFT, top + 14, _short(label), "start", hint=label)]
     done = 0
     for name, part in PARTS.items():
         size = getattr(memory, name)
         hint = f"{part}: {_mib(size)} MiB"
-        drawn.append(_rect(x(done), top + 4, x(done + size) - x(done), 22, _COLORS[name], hint))
+        drawn.append(_rect(x(done), top + 19, x(done + size) - x(done), 22, _COLORS[name], hint))
         done += size
     edge = x(memory.capacity)
     hint = f"capacity: {_mib(memory.capacity)} MiB"
-    drawn.append(_line(edge, top + 1, edge, top + 29, "capacity", hint))
+    drawn.append(_line(edge, top + 16, edge, top + 44, "capacity", hint))
     fits = "" if report.fits else " !"
-    drawn.append(_text(WIDTH - RIGHT + 8, top + 19, f"{_mib(memory.peak)} MiB{fits}", "start"))
+    drawn.append(_text(WIDTH - RIGHT + 8, top + 35, f"{_mib(memory.peak)} MiB{fits}", "start"))
     return "".join(drawn)
 
 
@@ -236,12 +258,8 @@ def _scatter(tuned: Tuned) -> str:
               f"capacity: {_mib(tuned.capacity)} MiB"),
         *(_point(tuned, each, x(needed), y(tuned.rate(each))) for each, needed in points),
     ]  # fmt: skip
-    legend = "".join(
-        f'<span><i style="background:{color}"></i>{name}</span>'
-        for name, color in _RECIPE_COLORS.items()
-    )
     plot = _svg("scatter", PLOT + 26, "Memory against estimated rate", drawn)
-    return f'<p class="legend">{legend}</p>{plot}'
+    return _legend(_RECIPE_COLORS.items()) + plot
 
 
 def _scatter_axes(x: _Scale, y: _Scale, unit: str) -> Iterator[str]:
@@ -273,27 +291,24 @@ def _step_timeline(report: Report) -> str:
     timeline = report.timeline
     x = _Scale(timeline.seconds, LEFT, INNER)
     lanes = sorted({(span.kind, span.overlapped) for span in timeline.spans})
-    bottom = HEIGHT + 26 + len(lanes) * (LANE + GAP)
+    bottom = HEIGHT + 30 + len(lanes) * (LANE + GAP)
     drawn = [
         *_areas(report.memory, timeline.moments, timeline.seconds, x),
         *_time_axis(timeline.seconds, x, bottom),
     ]
     for number, lane in enumerate(lanes):
-        drawn += _lane(*lane, timeline.spans, x, HEIGHT + 26 + number * (LANE + GAP))
+        drawn += _lane(*lane, timeline.spans, x, HEIGHT + 30 + number * (LANE + GAP))
     return _svg("timeline", bottom + 22, "Memory and collectives over one step", drawn)
 
 
 def _areas(memory: Memory, moments: Sequence[Moment], seconds: float, x: _Scale) -> Iterator[str]:
-    """Draw the bytes at each moment as stacked areas, inputs lowest."""
-    inputs = memory.parameters + memory.gradients + memory.optimizer_state + memory.data
-    areas: list[tuple[str, str, list[int]]] = [
-        ("optimizer_state", "parameters, optimizer state, batch", [inputs] * len(moments)),
-        ("code", PARTS["code"], [memory.code] * len(moments)),
-        ("gathered_parameters", PARTS["gathered_parameters"],
-         [each.gathered_parameters for each in moments]),
-        ("activations", PARTS["activations"], [each.activations for each in moments]),
-    ]  # fmt: skip
-    highest = max([memory.peak, *map(sum, zip(*(each[2] for each in areas), strict=True))])
+    """Draw the bytes at each moment as stacked areas, the constant ones lowest."""
+    areas = [(name, [getattr(memory, name)] * len(moments)) for name in _CONSTANT]
+    areas += [
+        (name, [getattr(each, name) for each in moments])
+        for name in ("gathered_parameters", "activations")
+    ]
+    highest = max([memory.peak, *map(sum, zip(*(sizes for _, sizes in areas), strict=True))])
     lines = {"peak": memory.peak}
     if memory.capacity <= 2 * highest:  # otherwise the line would squeeze the areas
         lines["capacity"] = memory.capacity
@@ -301,11 +316,11 @@ def _areas(memory: Memory, moments: Sequence[Moment], seconds: float, x: _Scale)
     yield from _memory_axis(y)
     edges = [*(each.seconds for each in moments), seconds]
     below = [0] * len(moments)
-    for name, label, sizes in areas:
+    for name, sizes in areas:
         above = [low + size for low, size in zip(below, sizes, strict=True)]
         outline = [*_stairs(edges, above, x, y), *reversed(list(_stairs(edges, below, x, y)))]
         points = " ".join(f"{across:.1f},{up:.1f}" for across, up in outline)
-        hint = f"{label}: at most {_mib(max(sizes, default=0))} MiB"
+        hint = f"{PARTS[name]}: at most {_mib(max(sizes, default=0))} MiB"
         yield f'<polygon points="{points}" fill="{_COLORS[name]}">{_hint(hint)}</polygon>'
         below = above
     for name, size in lines.items():
@@ -345,10 +360,9 @@ def axis_marks(top: float) -> list[float]:
 def _lane(
     kind: str, overlapped: bool, spans: Sequence[Span], x: _Scale, top: float
 ) -> Iterator[str]:
-    label = f"{kind}, {'overlapped' if overlapped else 'blocking'}"
-    yield _text(LEFT - 8, top + 13, label, "end")
-    yield _rect(LEFT, top, INNER, LANE, "#f4f4f4")
-    color = _COLORS["gathered_parameters" if overlapped else "activations"]
+    words, color = _TRAFFIC_COLORS[overlapped]
+    yield _text(LEFT, top - 5, f"{kind}, {words}", "start")
+    yield _rect(LEFT, top, INNER, LANE, "none")
     own = [each for each in spans if (each.kind, each.overlapped) == (kind, overlapped)]
     for each in own:
         left = min(x(each.start), WIDTH - RIGHT - 0.8)
@@ -369,8 +383,8 @@ def _lane(
 
 def _svg(name: str, height: float, label: str, drawn: Iterable[str]) -> str:
     return (
-        f'<svg class="{name}" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
-        f'aria-label="{escape(label)}">{"".join(drawn)}</svg>'
+        f'<div class="wide"><svg class="{name}" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
+        f'aria-label="{escape(label)}">{"".join(drawn)}</svg></div>'
     )
 
 
@@ -405,4 +419,4 @@ def _mib(size: float) -> str:
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= 32 else f"{label[:31]}\N{HORIZONTAL ELLIPSIS}"
+    return label if len(label) <= 90 else f"{label[:89]}\N{HORIZONTAL ELLIPSIS}"

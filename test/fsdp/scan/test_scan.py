@@ -1351,6 +1351,86 @@ def test_a_sync_computes_nothing_that_a_failed_trace_left_behind() -> None:
         assert "tolist was called with a tensor that was never computed: it was" in found[name]
 
 
+def _keeping(how: str, kept: list[Tensor], h: Tensor) -> Tensor:
+    """Multiply ``h`` by 2, so that ``kept`` gets a tensor by the forward or backward."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: Tensor) -> Tensor:
+            return h * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            if how in KEPT_IN_BACKWARD:
+                kept.append(KEPT_IN_BACKWARD[how](grad))
+            if "raises" in how:
+                raise ValueError("mine")
+            return grad * 2
+
+    if how == "hook":
+        h.register_hook(kept.append)
+    if how == "hook of a node":
+        h.grad_fn.register_prehook(lambda grads: kept.extend(grads))
+    if how == "graph":
+        kept.append(F.linear(h, h.detach()[None]).softmax(0))
+    if how == "inference":
+        with torch.inference_mode():
+            kept.append(h.detach() + 1)
+    return Doubled.apply(h)
+
+
+KEPT_IN_BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "kept raises": lambda grad: grad,
+    "kept": lambda grad: grad,
+    "used raises": lambda grad: grad * 3,
+    "data raises": lambda grad: grad.data,
+    "view raises": lambda grad: grad.view(2, 2),
+}
+
+
+@scenarios.add
+def held_in_backward(rank: int) -> dict[str, Any]:
+    """Sync while somebody holds what the backward in a traced function computed."""
+    import torch_xla
+
+    from xla_fsdp.distributed.xla.loop import TensorSpec, trace_body
+
+    def kept_by(how: str) -> list[str]:
+        kept: list[Tensor] = []
+        held: list[BaseException] = []
+
+        def body(given: list[Tensor]) -> list[Tensor]:
+            with torch.enable_grad():
+                x = given[0].clone().requires_grad_()
+                loss = _keeping(how, kept, x * 3).sum()
+                return list(torch.autograd.grad(loss, x, given[1]))
+
+        try:
+            trace_body(body, [TensorSpec((4,), torch.float32), TensorSpec((), torch.float32)], how)
+        except ValueError as error:
+            held.append(error)
+        torch_xla.sync()
+        return [type(error).__name__ for error in held] + list(map(_value_or_error, kept))
+
+    return {
+        how: kept_by(how)
+        for how in (*KEPT_IN_BACKWARD, "hook", "hook of a node", "graph", "inference")
+    }
+
+
+def _value_or_error(tensor: Tensor) -> str:
+    try:
+        return str(tensor.tolist())
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_sync_computes_nothing_that_a_backward_in_a_trace_left_behind() -> None:
+    for how, found in result("held_in_backward").items():
+        assert ("ValueError" in found) == ("raises" in how), how
+        assert "tolist was called with a tensor that was never computed: it was" in found[-1], how
+
+
 def test_what_only_cycles_hold_is_not_left_while_another_thread_collects() -> None:
     from xla_fsdp.fsdp.scan.tracing import MadeTensors
 

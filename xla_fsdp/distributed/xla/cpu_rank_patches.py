@@ -408,7 +408,9 @@ def _replace_reads(slot: RunSlot) -> None:
 
 
 def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
-    lazy = [t for t in tensors if t.device.type == "xla"]
+    # Fake tensors, say, of a tracer have no values, and are no tensors of torch_xla.
+    real = [t for t in tensors if type(t).__torch_dispatch__ is Tensor.__torch_dispatch__]
+    lazy = [t for t in real if t.device.type == "xla"]
     if not lazy or not run.needs_gate(index_of(lazy[0].device)):
         return
     # A value that needs no collective can be read by one rank alone.

@@ -78,12 +78,15 @@ def trace_body(
 ) -> Body:
     """Trace ``function`` with placeholders for its inputs.
 
-    If that fails, what it computed from these and somebody still holds is a ``TensorOfTrace``.
+    What it computed from these and somebody holds afterwards is a ``TensorOfTrace``.
 
     Raises:
         ChangedInPlaceError: if it changes an input in place.
     """
-    with TracedTensors(), _without_cached_casts():
+    made = TracedTensors()
+    # A caller's hooks, such as those of a checkpointed forward around, see no tensors of a trace.
+    own_hooks = torch.autograd.graph.saved_tensors_hooks(made.save, _unchanged)
+    with made, own_hooks, _without_cached_casts():
         return _traced(function, inputs, name)
 
 
@@ -96,9 +99,7 @@ def _traced(
     # their buffers, and by others until these are made: then it would not find below what was
     # lowered before.
     torch_xla._XLAC._xla_sync_multi(given, [], False, True)  # computes nothing
-    # A caller's hooks, such as those of a checkpointed forward around, see no tensors of a trace.
-    own_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _unchanged)
-    with _separate_graph() as seeds, torch.no_grad(), _without_values(), own_hooks:
+    with _separate_graph() as seeds, torch.no_grad(), _without_values():
         results = list(function(list(given)))
         if changed := [at for at, each in enumerate(given) if graph_hash(each) != before[at]]:
             raise ChangedInPlaceError(changed)

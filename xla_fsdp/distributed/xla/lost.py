@@ -5,13 +5,14 @@ What torch_xla has in place of their values is nothing that a program can read: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
@@ -59,45 +60,72 @@ class TensorOfTrace(LostTensor):
 
 
 class TracedTensors(TorchFunctionMode):
-    """The tensors of the device that a trace makes, as far as functions return or take them.
+    """The tensors of the device that Python code sees in a trace: what functions take and return,
+    what autograd saves, and the gradients of all these.
 
-    A sync computes all live tensors of its device, whoever holds them: a frame of the error's
-    traceback, a logger, a debugger, a dict of the user. If the trace raises, each that it made from
-    placeholders becomes a ``TensorOfTrace``.
+    A sync computes all live tensors of its device, whoever holds them: a frame of an error's
+    traceback, a logger, a debugger, a dict of the user. What the trace has made from placeholders,
+    and is alive when it ends, becomes a ``TensorOfTrace``. One is not seen: that a backward takes
+    from ``ctx.saved_tensors`` and keeps, and calls no function with.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._first = _number(xb.create_placeholder_tensor((), torch.float32))
-        # Kept until the trace ends: autograd's threads drop others while they are looked at.
-        self._found: dict[int, Tensor] = {}
+        # By id. Kept until the trace ends: autograd's threads drop others while they are looked at.
+        self._made: dict[int, Tensor] = {}
+        self._others: dict[int, Tensor] = {}
+        self._hooked: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self._found.update((id(each), each) for each in tensors_in((args, kwargs)))
+        self._add(*tensors_in((args, kwargs)))
         result = func(*args, **(kwargs or {}))
-        self._found.update((id(each), each) for each in tensors_in(result))
+        self._add(*tensors_in(result))
         return result
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Return what autograd is to save in place of ``tensor``."""
+        saved = tensor.detach()
+        self._add(saved)
+        return saved
+
+    def _add(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            key = id(tensor)
+            if key not in self._made and not _is_since(tensor, self._first):
+                self._others[key] = tensor
+            if key in self._others:  # also if it has been changed in place
+                continue
+            self._made[key] = tensor
+            if tensor.requires_grad and key not in self._hooked:
+                self._hooked.add(key)
+                with torch._C.DisableTorchFunction():
+                    tensor.register_hook(self._see_gradient)
+
+    def _see_gradient(self, grad: Tensor) -> None:
+        self._add(grad)
+        if self not in overrides._get_current_function_mode_stack():
+            overrides._push_mode(self)  # until the node that takes the gradient has run
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
-        found, self._found = list(self._found.values()), {}
-        if error is not None:
-            lose(found, self._first)
+        alive = list(map(weakref.ref, self._made.values()))
+        self._made, self._others = {}, {}
+        if any(each() is not None for each in alive):
+            held = ops.let_backward_end()
+            _lose_traced([each for each in map(ops.referent, alive) if each is not None])
+            del held
 
 
-def lose(tensors: Iterable[Tensor], first: int = 0) -> None:
-    """Let those that depend on placeholders, and their gradients, be a ``TensorOfTrace`` each.
-
-    Args:
-        first: of those that torch_xla made from this number on.
-    """
+def _lose_traced(tensors: Sequence[Tensor]) -> None:
+    """Let those that depend on placeholders, and their gradients, be a ``TensorOfTrace`` each."""
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
             grad = tensor.grad if tensor.is_leaf else None
             for each in (tensor,) if grad is None else (tensor, grad):
-                if each.device.type == "xla" and _has_no_value(each, first):
+                if _depends_on_placeholders(each):
                     _lose(each)
 
 
@@ -145,15 +173,14 @@ class OutsideTensors(TorchFunctionMode):
         return [tensor for tensor, _ in changed]
 
 
-def _has_no_value(tensor: Tensor, first: int) -> bool:
-    return _number(tensor) >= first and _depends_on_placeholders(tensor)
+def _is_since(tensor: Tensor, first: int) -> bool:
+    return tensor.device.type == "xla" and _number(tensor) >= first
 
 
 def _depends_on_placeholders(tensor: Tensor) -> bool:
     if torch_xla._XLAC._is_placecholder(tensor):
         return True
-    if not ops.is_pending(tensor):
-        return False
+    # Asked of computed ones, too: an alias of a placeholder counts as one, and would be computed.
     _, inputs = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
     return any(map(torch_xla._XLAC._is_placecholder, inputs))
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 # Before the import below, so that it finds this checkout.
@@ -45,7 +46,7 @@ def read(rank: int) -> float:
 
 def collective(rank: int) -> float:
     """Sum a value over the ranks, by a sync."""
-    total = xm.all_reduce("sum", torch.full((4, 4), 2.0 + rank).to(torch_xla.device()))
+    total: Any = xm.all_reduce("sum", torch.full((4, 4), 2.0 + rank).to(torch_xla.device()))
     torch_xla.sync()
     return total[0, 0].item()
 

@@ -67,12 +67,6 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     return copied(tree, containers, substitutes(found.tensors, map(fn, found.tensors)))
 
 
-def replace_tensors(tree: Any, new: Sequence[Tensor]) -> Any:
-    """Return a copy of ``tree`` whose tensors are ``new``, in the order of ``tensors_in``."""
-    source = iter(new)
-    return map_tensors(lambda _: next(source), tree)
-
-
 # ---------------------------------------------------------------- replacing objects by others
 
 Substitutes = Mapping[int, tuple[Any, Any]]

@@ -70,7 +70,7 @@ JOBS = [
     Job("wrapper"),
     Job("lean"),
     pytest.param(Job("fully_shard"), marks=pytest.mark.slow),
-    Job("streamed"),
+    pytest.param(Job("streamed"), marks=pytest.mark.slow),
     pytest.param(Job("streamed", "llama"), marks=pytest.mark.slow),
     pytest.param(Job("streamed", "llama", "bfloat16"), marks=pytest.mark.slow),
     pytest.param(Job("wrapper", "llama"), marks=pytest.mark.slow),

@@ -86,6 +86,7 @@ def on_ranks(rank: int, folder: str) -> dict[str, Any]:
         tiers,
         replicas,
         one_copy,
+        without_autograd,
         refusals,
         alone,
         different,
@@ -327,6 +328,36 @@ def one_copy(rank: int, folder: Path) -> Any:
     return len(first), same, found
 
 
+def without_autograd(rank: int, folder: Path) -> Any:
+    """Saved and loaded as an evaluation does, and trained on."""
+    import torch_xla
+
+    from xla_fsdp import CheckpointManager, load_checkpoint
+
+    model = new_model(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter.detach())
+        optimizer.step()
+        torch_xla.sync()
+
+    step()
+    with CheckpointManager(folder) as manager:
+        with torch.inference_mode():
+            manager.save(1, model, optimizer, extra=torch.ones(2))
+        manager.save(2, model, optimizer)
+        with torch.inference_mode():
+            restored = manager.restore(model, optimizer, step=1)
+        restored.extra.add_(1)
+    step()
+    with torch.inference_mode():
+        load_checkpoint(folder, model, optimizer)
+    step()
+    return restored.extra.tolist(), sorted(set(values(model).values()))
+
+
 class Odd(nn.Module):
     """With a name that no file can hold."""
 
@@ -542,6 +573,13 @@ def test_saves_reuse_one_copy_in_memory() -> None:
         assert count > 4
         assert same == [True, True]
         assert at == [{1.0}, {2.0}, {3.0}]
+
+
+def test_inference_mode_leaves_no_trace() -> None:
+    extra, found = same_on_all("without_autograd")
+    assert extra == [2.0, 2.0]
+    assert len(found) == 1
+    assert found[0] == pytest.approx(1 - 0.5 - 0.5 * 1.9)
 
 
 @pytest.mark.parametrize(

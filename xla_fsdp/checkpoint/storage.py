@@ -35,6 +35,7 @@ from xla_fsdp.checkpoint.tensor_source import (
 UPLOADED = 1 << 25  # bytes of an upload that are in memory at a time
 
 SPECIAL = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+ABSENT = (FileNotFoundError, NotADirectoryError)  # there is no such folder
 EXISTS = "exists already; remove it, choose another save_path, or overwrite it (--overwrite)"
 
 
@@ -50,11 +51,11 @@ class Storage(Protocol):
     """Whether other hosts may have another directory of this name."""
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names of files and folders in a folder, sorted, without hidden ones; [] if it
-        does not exist."""
+        """Return the names of files and folders in a folder, sorted, without hidden ones; [] if
+        there is no such folder."""
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the size of every file in a folder by its name; {} if it does not exist."""
+        """Return the size of every file in a folder by its name; {} if there is no such folder."""
 
     def tree(self) -> dict[str, dict[str, int]]:
         """Return the sizes of the files in every folder, by its name; asks the store once."""
@@ -151,15 +152,14 @@ class LocalStorage:
     def names(self, folder: str = "") -> list[str]:
         found: list[str] = []
         path = self._root / folder
-        with failing(path, "cannot be listed"), suppress(FileNotFoundError):
+        with failing(path, "cannot be listed"), suppress(*ABSENT):
             found = os.listdir(path)
         return sorted(name for name in found if not name.startswith("."))
 
     def sizes(self, folder: str) -> dict[str, int]:
         found: dict[str, int] = {}
         path = self._root / folder
-        missing = suppress(FileNotFoundError)
-        with failing(path, "cannot be listed"), missing, os.scandir(path) as entries:
+        with failing(path, "cannot be listed"), suppress(*ABSENT), os.scandir(path) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # a temporary file, renamed meanwhile
                     if entry.is_file():

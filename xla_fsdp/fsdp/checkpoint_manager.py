@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch.optim import Optimizer
 
 from xla_fsdp.checkpoint.checksum import digest
@@ -238,6 +239,7 @@ class CheckpointManager:
         self._saved = number
         return True
 
+    @torch.inference_mode(False)  # which would make all that is loaded unfit for training
     def restore(
         self,
         model: ShardedModule,

@@ -447,6 +447,7 @@ class SaveOptions:
     metrics: Mapping[str, Any] | None = None
 
 
+@torch.inference_mode(False)  # or no later save could write over the copies
 def start_save(
     directory: str | os.PathLike[str],
     model: ShardedModule,
@@ -489,6 +490,7 @@ def start_save(
     return pending
 
 
+@torch.inference_mode(False)  # which would make all that is loaded unfit for training
 def load_checkpoint(
     directory: str | os.PathLike[str],
     model: ShardedModule,

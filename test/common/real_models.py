@@ -25,6 +25,12 @@ LABELS = 7
 EXPERTS = 8
 IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"hidden_size": 25, "intermediate_size": 27}
+EVEN = {
+    "hidden_size": 24,
+    "intermediate_size": 27,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 HEADS = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6}
 
 # ---------------------------------------------------------------- language models
@@ -100,6 +106,116 @@ def mamba() -> nn.Module:
 
     sizes = {"hidden_size": 14, "state_size": 3, "time_step_rank": 2, "conv_kernel": 3}
     return MambaForCausalLM(MambaConfig(num_hidden_layers=3, **sizes, **IDS))
+
+
+def mamba2() -> nn.Module:
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    heads = {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4}
+    sizes = {"hidden_size": 16, "state_size": 3, "conv_kernel": 3, "expand": 2}
+    return Mamba2ForCausalLM(Mamba2Config(num_hidden_layers=3, **sizes, **heads, **IDS))
+
+
+def smollm3() -> nn.Module:
+    """Every fourth layer has no rotary positions."""
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 24, "intermediate_size": 27}
+    return SmolLM3ForCausalLM(SmolLM3Config(num_hidden_layers=4, **sizes, **heads, **IDS))
+
+
+def modernbert() -> nn.Module:
+    """Two of three layers attend to a window."""
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    sizes = {"hidden_size": 24, "intermediate_size": 27, "num_attention_heads": 4}
+    places = {"max_position_embeddings": 16, "local_attention": 4}
+    ids = {**IDS, "cls_token_id": 1, "sep_token_id": 2}
+    return ModernBertForMaskedLM(ModernBertConfig(num_hidden_layers=3, **sizes, **places, **ids))
+
+
+def deberta() -> nn.Module:
+    """Relative positions."""
+    from transformers import DebertaV2Config, DebertaV2ForMaskedLM
+
+    sizes = {"hidden_size": 24, "intermediate_size": 27, "num_attention_heads": 4}
+    places = {"relative_attention": True, "max_relative_positions": 8}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    ids = {"vocab_size": VOCABULARY, "pad_token_id": 0, "type_vocab_size": 0}
+    return DebertaV2ForMaskedLM(
+        DebertaV2Config(
+            num_hidden_layers=3,
+            pos_att_type=["p2c", "c2p"],
+            max_position_embeddings=16,
+            **sizes,
+            **places,
+            **no_dropout,
+            **ids,
+        )
+    )
+
+
+def jamba(experts: str = "batched_mm") -> nn.Module:
+    """Every second layer attends and has experts; the others are of Mamba."""
+    from transformers import JambaConfig, JambaForCausalLM
+
+    every_second = {"attn_layer_period": 2, "expert_layer_period": 2}
+    offsets = {"attn_layer_offset": 1, "expert_layer_offset": 1}
+    routing = {"num_experts": 4, "num_experts_per_tok": 2}
+    state = {"mamba_d_state": 3, "mamba_d_conv": 3, "mamba_dt_rank": 2}
+    sizes = {**EVEN, **every_second, **offsets, **routing, **state}
+    config = JambaConfig(num_hidden_layers=4, **sizes, **IDS)
+    return _with_experts(JambaForCausalLM, config, experts)
+
+
+def zamba2() -> nn.Module:
+    """Layers of Mamba2, and two that share one block which attends."""
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_head_dim": 12}
+    state = {"mamba_d_state": 3, "mamba_d_conv": 3, "mamba_ngroups": 1, "mamba_expand": 2}
+    mamba = {"n_mamba_heads": 4, "mamba_headdim": 12, "chunk_size": 4, "num_mem_blocks": 1}
+    sizes = {"hidden_size": 24, "intermediate_size": 27, **heads, **state, **mamba}
+    kinds = ["mamba", "hybrid"] * 2
+    return Zamba2ForCausalLM(
+        Zamba2Config(num_hidden_layers=4, layers_block_type=kinds, **sizes, **IDS)
+    )
+
+
+def qwen3_next(experts: str = "batched_mm") -> nn.Module:
+    """Three of four layers have linear attention."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "head_dim": 8}
+    widths = {"linear_key_head_dim": 6, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3}
+    routing = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 11}
+    sizes = {**EVEN, **heads, **widths, **routing, "shared_expert_intermediate_size": 13}
+    config = Qwen3NextConfig(num_hidden_layers=4, **sizes, **IDS)
+    return _with_experts(Qwen3NextForCausalLM, config, experts)
+
+
+def gpt_oss(experts: str = "batched_mm") -> nn.Module:
+    """Attention with sinks; every second layer attends to a window."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    routing = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes = {**EVEN, **routing, "head_dim": 8, "sliding_window": 4}
+    return _with_experts(
+        GptOssForCausalLM, GptOssConfig(num_hidden_layers=4, **sizes, **IDS), experts
+    )
+
+
+def granite_hybrid(experts: str = "batched_mm") -> nn.Module:
+    """Layers of Mamba2 and of attention in turns, all with experts."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    routing = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 13}
+    state = {"mamba_d_state": 3, "mamba_d_conv": 3, "mamba_n_groups": 1, "mamba_expand": 2}
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_chunk_size": 4}
+    sizes = {**EVEN, **routing, **state, **mamba, "layer_types": ["mamba", "attention"] * 2}
+    config = GraniteMoeHybridConfig(num_hidden_layers=4, **sizes, **IDS)
+    return _with_experts(GraniteMoeHybridForCausalLM, config, experts)
 
 
 def mixtral(experts: str = "batched_mm") -> nn.Module:
@@ -182,6 +298,28 @@ def t5_of_four() -> nn.Module:
     return type(model)(config)
 
 
+def pegasus() -> nn.Module:
+    from transformers import PegasusConfig, PegasusForConditionalGeneration
+
+    layers = {f"{part}_layers": 3 for part in ("encoder", "decoder")}
+    heads = {f"{part}_attention_heads": 3 for part in ("encoder", "decoder")}
+    widths = {f"{part}_ffn_dim": 23 for part in ("encoder", "decoder")}
+    ids = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1}
+    return PegasusForConditionalGeneration(
+        PegasusConfig(
+            d_model=18,
+            dropout=0.0,
+            max_position_embeddings=16,
+            decoder_start_token_id=0,
+            use_cache=False,
+            **layers,
+            **heads,
+            **widths,
+            **ids,
+        )
+    )
+
+
 def translation(generator: torch.Generator) -> Batch:
     """Of other lengths, and with padding."""
     source = torch.randint(3, VOCABULARY, (ROWS, 9), generator=generator)
@@ -232,6 +370,15 @@ def vit() -> nn.Module:
     )
 
 
+def dinov2() -> nn.Module:
+    from transformers import Dinov2Config, Dinov2ForImageClassification
+
+    sizes = {"hidden_size": 21, "mlp_ratio": 2, "image_size": 10, "patch_size": 5}
+    return Dinov2ForImageClassification(
+        Dinov2Config(num_hidden_layers=3, num_attention_heads=3, num_labels=LABELS, **sizes)
+    )
+
+
 def convnext() -> nn.Module:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
@@ -260,6 +407,29 @@ def swin() -> nn.Module:
 
     sizes = {"img_size": 16, "patch_size": 2, "window_size": 2, "embed_dim": 9, "num_heads": (3, 3)}
     return SwinTransformer(depths=(4, 2), drop_path_rate=0.0, num_classes=LABELS, **sizes)
+
+
+def mixer() -> nn.Module:
+    from timm.models.mlp_mixer import MlpMixer
+
+    return MlpMixer(LABELS, img_size=16, patch_size=8, num_blocks=3, embed_dim=21)
+
+
+def efficientnet() -> nn.Module:
+    """In fp64, as it has BatchNorm."""
+    import timm
+
+    return timm.create_model("test_efficientnet", num_classes=LABELS).double()
+
+
+def maxvit() -> nn.Module:
+    """Convolutions, then attention to windows and to a grid. In fp64, as it has BatchNorm."""
+    from timm.models.maxxvit import MaxxVit, MaxxVitCfg, MaxxVitTransformerCfg
+
+    attention = MaxxVitTransformerCfg(dim_head=6, window_size=(2, 2), grid_size=(2, 2))
+    stages = {"embed_dim": (12, 24), "depths": (1, 1), "block_type": ("M", "M")}
+    config = MaxxVitCfg(**stages, stem_width=8, transformer_cfg=attention)
+    return MaxxVit(config, img_size=16, num_classes=LABELS).double()
 
 
 def resnet18() -> nn.Module:
@@ -330,10 +500,26 @@ FAMILIES = {
         Family("GPT-NeoX", gpt_neox, text, ("GPTNeoXLayer",), ("gpt_neox.layers",)),
         Family("Phi3", phi3, text, ("Phi3DecoderLayer",)),
         Family("Mamba", mamba, text, ("MambaBlock",), ("backbone.layers",)),
+        Family("Mamba2", mamba2, text, ("Mamba2Block",), ("backbone.layers",)),
+        Family("SmolLM3", smollm3, text, ("SmolLM3DecoderLayer",)),
+        Family("ModernBERT", modernbert, text, ("ModernBertEncoderLayer",)),
+        Family("DeBERTa", deberta, text, ("DebertaV2Layer",), ("deberta.encoder.layer",)),
+        Family("Jamba", jamba, few_words, ("JambaAttentionDecoderLayer", "JambaMambaDecoderLayer")),
+        Family("Zamba2", zamba2, text, ("Zamba2MambaDecoderLayer", "Zamba2HybridLayer")),
+        Family("Qwen3-Next", qwen3_next, few_words, ("Qwen3NextDecoderLayer",)),
+        Family("GPT-OSS", gpt_oss, few_words, ("GptOssDecoderLayer",)),
+        Family("GraniteMoeHybrid", granite_hybrid, few_words, ("GraniteMoeHybridDecoderLayer",)),
         Family("Mixtral", mixtral, few_words, ("MixtralDecoderLayer",)),
         Family("Qwen3-MoE", qwen3_moe, few_words, ("Qwen3MoeDecoderLayer",)),
         Family("DeepSeek-V3", deepseek_v3, few_words, ("DeepseekV3DecoderLayer",)),
         Family("T5", t5_of_four, translation, ("T5Block",), ("encoder.block", "decoder.block")),
+        Family(
+            "Pegasus",
+            pegasus,
+            translation,
+            ("PegasusEncoderLayer", "PegasusDecoderLayer"),
+            ("model.encoder.layers", "model.decoder.layers"),
+        ),
         Family(
             "Whisper",
             whisper,
@@ -349,6 +535,7 @@ FAMILIES = {
             ("text_model.encoder.layers", "vision_model.encoder.layers"),
         ),
         Family("ViT", vit, images, ("ViTLayer",), ("vit.layers",)),
+        Family("DINOv2", dinov2, images, ("Dinov2Layer",), ("dinov2.encoder.layer",)),
         Family(
             "ConvNeXt",
             convnext,
@@ -362,6 +549,21 @@ FAMILIES = {
             small_images,
             ("SwinTransformerBlock",),
             ("layers.0.blocks", "layers.1.blocks"),
+        ),
+        Family("MLP-Mixer (timm)", mixer, small_images, ("MixerBlock",), ("blocks",)),
+        Family(
+            "EfficientNet (timm)",
+            efficientnet,
+            partial(bare_images, size=32),
+            ("InvertedResidual", "EdgeResidual"),
+            ("blocks.0",),
+        ),
+        Family(
+            "MaxViT (timm)",
+            maxvit,
+            partial(bare_images, size=16),
+            ("MaxxVitBlock",),
+            ("stages.0.blocks",),
         ),
         Family("ResNet (torchvision)", resnet18, bare_images, ("BasicBlock",), ("layer1",)),
     )

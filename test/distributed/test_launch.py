@@ -290,12 +290,58 @@ def launch_inside(rank: int) -> list[Any]:
     return [calls, returned]
 
 
+def compiled(rank: int, **options: Any) -> dict[str, Any]:
+    """Collectives inside of ``torch_xla.compile``, twice."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    def both(x: Any) -> Any:
+        return xm.all_gather(x * 2), xm.all_reduce("sum", x)
+
+    step = torch_xla.compile(both, **options)
+    inputs = [torch.full((2,), value, device="xla") for value in (rank + 1.0, rank + 3.0)]
+    return {"found": [[each.tolist() for each in step(x)] for x in inputs]}
+
+
+def scans_of_torch_xla(rank: int) -> dict[str, Any]:
+    """Outputs of nn.GRU, which torch_xla runs as a scan."""
+    import torch
+    import torch_xla
+
+    from xla_fsdp import one_rank_at_a_time
+
+    with one_rank_at_a_time():
+        torch.manual_seed(rank)
+        x = torch.randn(2, 3, 4)
+        layer = torch.nn.GRU(4, 6, batch_first=True).to("xla")
+    found = []
+    for _ in range(2):
+        output, _ = layer(x.to("xla"))
+        layer.zero_grad()
+        output.square().sum().backward()
+        torch_xla.sync()
+        found.append([output.detach().cpu(), layer.weight_hh_l0.grad.cpu()])
+    again = torch.nn.GRU._orig(4, 6, batch_first=True)  # torch's own
+    again.load_state_dict(layer.cpu().state_dict())
+    again.zero_grad()
+    output, _ = again(x)
+    output.square().sum().backward()
+    return {"found": found, "plain": [output.detach(), again.weight_hh_l0.grad]}
+
+
+def with_tracers(rank: int) -> list[dict[str, Any]]:
+    """Both, by tracers of torch."""
+    return [compiled(rank, full_graph=True), scans_of_torch_xla(rank)]
+
+
 def every_case(rank: int, world: int) -> dict[str, Any]:
     """All of the above in one launch."""
     import torch
 
     cases: list[Callable[[int], Any]] = [all_gather, all_reduce, all_reduce_in_place, closures]
     cases += [implicit_syncs, rank_dependent, some_drop, host_exchange, training, launch_inside]
+    cases.append(compiled)
     results = {case.__name__: case(rank) for case in cases}
     results["reduce_scatter"] = reduce_scatter(rank, world)
     if world <= 3:
@@ -320,6 +366,27 @@ def rows(results: list[Any]) -> np.ndarray:
 
 
 # ---------------------------------------------------------------- values
+
+
+def assert_compiled(found: list[Any], world: int) -> None:
+    for number, (gathered, total) in enumerate(found):
+        values = [rank + 1.0 + 2 * number for rank in range(world)]
+        assert gathered == [2 * value for value in values for _ in range(2)]
+        assert total == [sum(values)] * 2
+
+
+def test_collectives_may_be_compiled(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert_compiled(rank["compiled"]["found"], len(results))
+
+
+@pytest.mark.slow
+def test_collectives_and_scans_by_tracers() -> None:
+    for collectives, scans in run_on_ranks(with_tracers, 3):
+        assert_compiled(collectives["found"], 3)
+        for found in scans["found"]:
+            for mine, plain in zip(found, scans["plain"], strict=True):
+                np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_all_gather_joins_the_ranks_in_order(results: list[dict[str, Any]]) -> None:

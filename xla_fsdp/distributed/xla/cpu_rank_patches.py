@@ -15,6 +15,7 @@ import os
 import queue
 import re
 import resource
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ import torch
 import torch_xla
 import torch_xla._internal.pjrt as pjrt
 import torch_xla.core.xla_model as xm
+import torch_xla.experimental.scan as scan
 import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.distributed.parallel_loader import ParallelLoader
@@ -75,6 +77,7 @@ def run_slot() -> RunSlot:
     _replace_process_groups(slot)
     _replace_loader_thread(slot)
     _replace_memory_info()
+    _replace_state_of_traces(slot)
     _prepare_forks(slot)
     return slot
 
@@ -501,6 +504,26 @@ class _Told:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+def _replace_state_of_traces(slot: RunSlot) -> None:
+    """Let ranks not share what torch and torch_xla keep of a trace once for all threads."""
+    original, tracing = scan.value_and_grad_partitioned, threading.RLock()
+
+    @functools.wraps(original)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with tracing:  # one rank at a time; nn.GRU is made of this
+            return original(*args, **kwargs)
+
+    allow_execution = torch_xla._XLAC._set_allow_execution
+
+    def set_allow_execution(allowed: bool) -> None:
+        # Without the check of torch_xla.compile(full_graph=True) others may execute meanwhile.
+        if slot.run is None or allowed:
+            allow_execution(allowed)
+
+    scan.value_and_grad_partitioned = traced
+    torch_xla._XLAC._set_allow_execution = set_allow_execution
 
 
 def _replace_memory_info() -> None:

@@ -49,7 +49,7 @@ PORTABLE := .venv-portable
 PORTABLE_TORCH ?= 2.13.*
 PORTABLE_READY := $(PORTABLE)/.installed-$(subst *,x,$(PORTABLE_TORCH))
 
-$(PORTABLE_READY): pyproject.toml
+$(PORTABLE_READY): pyproject.toml Makefile
 	$(PYTHON) -m venv --clear $(PORTABLE)
 	$(PORTABLE)/bin/python -m pip install --quiet -e '.[test]' 'torch==$(PORTABLE_TORCH)' 'transformers>=4.57,<6'
 	touch $@

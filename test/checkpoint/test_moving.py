@@ -42,7 +42,9 @@ def go_on_there(
     (folder / "move.json").write_text(
         json.dumps({**move, "job": asdict(job), "optimizer": bool(first)})
     )
-    python = str(PORTABLE if PORTABLE.exists() else sys.executable)
+    package = "transformers" if job.model == "llama" else "torch"
+    there = any(PORTABLE.parents[1].glob(f"lib/python3.*/site-packages/{package}"))
+    python = str(PORTABLE if there else sys.executable)
     command = [python, "-m", "test.common.moving", str(folder)]
     children = [
         subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment(), stderr=subprocess.PIPE)

@@ -711,9 +711,6 @@ def test_what_only_has_the_name_of_a_step_is_left_alone(tmp_path: Path) -> None:
     assert save_step(tmp_path, 2, 2, keep_last=1) == [None, None]
     assert damage_of(tmp_path, 2) == []
     assert folders(tmp_path) == [f"step_0000000{number}" for number in (2, 7, 8, 9)]
-    (first, second) = save_step(tmp_path / "step_00000007", 1, 2)
-    assert str(first) == str(second)
-    assert f"{tmp_path}/step_00000007" in str(first)
 
 
 def test_what_a_killed_save_has_left_goes(tmp_path: Path) -> None:

@@ -152,7 +152,9 @@ class LocalStorage:
     def names(self, folder: str = "") -> list[str]:
         found: list[str] = []
         path = self._root / folder
-        with failing(path, "cannot be listed"), suppress(*ABSENT):
+        # A run that is a file is a mistake; files in it that are named like its folders are none.
+        missing = suppress(*ABSENT) if folder else suppress(FileNotFoundError)
+        with failing(path, "cannot be listed"), missing:
             found = os.listdir(path)
         return sorted(name for name in found if not name.startswith("."))
 

@@ -128,6 +128,18 @@ def uneven(rank: int, folder: str) -> None:
         torch_xla.sync()
 
 
+def uneven_before_saving(rank: int, folder: str) -> None:
+    import torch_xla
+
+    from xla_fsdp import full_state_dict
+
+    model = sharded()
+    for _ in range(2 - rank):
+        model(rows()).sum().backward()
+        torch_xla.sync()
+    full_state_dict(model)
+
+
 def in_ddp(rank: int, folder: str) -> None:
     nn.parallel.DistributedDataParallel(sharded())
 
@@ -156,7 +168,8 @@ MISTAKES: dict[Callable[..., None], tuple[str, ...]] = {
     shards_in_one_file: ("one would be lost", "save_checkpoint(folder, model", "-{rank}.pth"),
     shards_as_the_model: ("others' shards are lost", "full_state_dict", "master_only=False"),
     read_on_one_rank: ("no collective on ranks [0]", "loss.item()"),
-    uneven: ("ranks [0] wait", "drop_last=True", "DistributedSampler"),
+    uneven: ("ranks [0] wait", "a batch more than the others'", "DistributedSampler"),
+    uneven_before_saving: ("the ranks differ", "a batch more than the others'", "drop_last=True"),
     in_ddp: ("Leave it out, gradients are averaged already",),
     loaded_inside: ("size mismatch for 2.weight", "model.load_state_dict(state), not"),
     shards_in_a_plain_model: ("holds one rank's shards", "consolidate_sharded_ckpts"),

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,12 @@ def _launch(number: int, folder: Path) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.enable(all_threads=True)
-    right = launch(JOBS[number % len(JOBS)], num_ranks=RANKS) == [9.0] * RANKS
-    os._exit(0 if right else 1)
+    right = False
+    try:
+        right = launch(JOBS[number % len(JOBS)], num_ranks=RANKS) == [9.0] * RANKS
+    finally:  # never back into the loop that forked this process
+        traceback.print_exc()
+        os._exit(0 if right else 1)
 
 
 def main() -> None:

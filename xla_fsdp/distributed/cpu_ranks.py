@@ -39,6 +39,11 @@ ALL_RANKS = (
 )
 """What is often called by one rank, and has to be called by all."""
 
+MORE_BATCHES = (
+    "a rank whose data has a batch more than the others' (DataLoader(..., drop_last=True) with a "
+    "DistributedSampler gives all as many)"
+)
+
 RankSetup = Callable[[int], None]
 """What a rank's thread does before or after the user's function, given its number."""
 
@@ -307,9 +312,8 @@ class Run:
                 left[0],
                 f"ranks {waiting} wait in torch_xla.sync() to run {collective}, but ranks "
                 f"{left} have already returned. Every rank must take the same number of steps "
-                "and call the same collectives; look for uneven data (DataLoader(..., "
-                "drop_last=True) with a DistributedSampler), an early return, or a call for all "
-                f"ranks {ALL_RANKS}.",
+                f"and call the same collectives; look for {MORE_BATCHES}, an early return, or a "
+                f"call for all ranks {ALL_RANKS}.",
             )
         )
 
@@ -494,6 +498,6 @@ def _difference(position: int, ranks_by_collective: dict[str, list[int]]) -> Fai
         odd_ones[0],
         f"the ranks differ in what they traced since they last met: number {position + 1} is "
         f"{what}. Every rank must call the same collectives in the same order, with equal shapes, "
-        "dtypes and groups; look for code that depends on the rank or on its data, such as a call "
-        f"for all ranks {ALL_RANKS}.",
+        f"dtypes and groups; look for {MORE_BATCHES}, or for code that depends on the rank or on "
+        f"its data, such as a call for all ranks {ALL_RANKS}.",
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_fsdp.distributed.cpu_ranks import Failure, Run, Unwind
+from xla_fsdp.distributed.cpu_ranks import MORE_BATCHES, Failure, Run, Unwind
 from xla_fsdp.distributed.process_state import RandomState
 
 Together = Callable[[list[Any]], Sequence[Any]]
@@ -115,7 +115,7 @@ class TurnRun(Run):
                 left[0],
                 f"ranks {waiting} wait for {visits[waiting[0]].purpose}, but ranks {left} have "
                 f"already returned. Every rank must take the same number of steps and call the "
-                f"same collectives; look for uneven data or an early return.",
+                f"same collectives; look for {MORE_BATCHES}, or an early return.",
             )
         )
 

@@ -415,23 +415,6 @@ def mixer() -> nn.Module:
     return MlpMixer(LABELS, img_size=16, patch_size=8, num_blocks=3, embed_dim=21)
 
 
-def efficientnet() -> nn.Module:
-    """In fp64, as it has BatchNorm."""
-    import timm
-
-    return timm.create_model("test_efficientnet", num_classes=LABELS).double()
-
-
-def maxvit() -> nn.Module:
-    """Convolutions, then attention to windows and to a grid. In fp64, as it has BatchNorm."""
-    from timm.models.maxxvit import MaxxVit, MaxxVitCfg, MaxxVitTransformerCfg
-
-    attention = MaxxVitTransformerCfg(dim_head=6, window_size=(2, 2), grid_size=(2, 2))
-    stages = {"embed_dim": (12, 24), "depths": (1, 1), "block_type": ("M", "M")}
-    config = MaxxVitCfg(**stages, stem_width=8, transformer_cfg=attention)
-    return MaxxVit(config, img_size=16, num_classes=LABELS).double()
-
-
 def resnet18() -> nn.Module:
     """Without the two widest stages, which hold 95% of its parameters. In fp64, as BatchNorm over a
     few small images makes of rounding errors what cannot be compared."""
@@ -551,20 +534,6 @@ FAMILIES = {
             ("layers.0.blocks", "layers.1.blocks"),
         ),
         Family("MLP-Mixer (timm)", mixer, small_images, ("MixerBlock",), ("blocks",)),
-        Family(
-            "EfficientNet (timm)",
-            efficientnet,
-            partial(bare_images, size=32),
-            ("InvertedResidual", "EdgeResidual"),
-            ("blocks.0",),
-        ),
-        Family(
-            "MaxViT (timm)",
-            maxvit,
-            partial(bare_images, size=16),
-            ("MaxxVitBlock",),
-            ("stages.0.blocks",),
-        ),
         Family("ResNet (torchvision)", resnet18, bare_images, ("BasicBlock",), ("layer1",)),
     )
 }

@@ -81,9 +81,11 @@ def outcome(make_job: Callable[[], Job], way: str) -> dict[str, Any]:
             torch_xla.sync()
         losses.append(loss.item() if isinstance(loss, Tensor) else loss)
     values = {name: value.detach().cpu() for name, value in job.model.state_dict().items()}
+    params = [param for group in job.optimizer.param_groups for param in group["params"]]
     values |= {
         f"{n}.{name}": value.cpu()
-        for n, state in enumerate(job.optimizer.state.values())
+        for n, state in enumerate(map(job.optimizer.state.get, params))  # not as they were made
+        if state is not None
         for name, value in state.items()
         if isinstance(value, Tensor)
     }

@@ -316,6 +316,104 @@ def test_two_optimizers_in_turns_count_for_themselves() -> None:
     assert min(even_replays, replays) >= 6
 
 
+def device_tensors(count: int) -> list[Tensor]:
+    return [torch.arange(4.0).to(ops.device()) + number for number in range(count)]
+
+
+def returned_sums(*, compiled: bool) -> list[Any]:
+    """Return what a step returns of its state, read steps later, and the replays."""
+    [total] = device_tensors(1)
+    state = {"total": total}
+
+    def add(x: Tensor) -> Tensor:
+        state["total"].add_(x)
+        return state["total"]
+
+    step: Any = compile_step(add, state=[state]) if compiled else add
+    results = [step(torch.ones(4).to(ops.device())) for _ in range(8)]
+    return [[each.tolist() for each in results], step.replays if compiled else 0]
+
+
+def shared_later(*, compiled: bool) -> list[Any]:
+    """Return two tensors of the state, one of which is the other for two steps; and the replays."""
+    first, second = device_tensors(2)
+    state = {"first": first, "second": second}
+
+    def add(x: Tensor) -> Tensor:
+        state["first"].add_(x)
+        state["second"].mul_(2)
+        return state["first"] + state["second"]
+
+    step: Any = compile_step(add, state=[state]) if compiled else add
+    found = []
+    for number in range(12):
+        if number in (4, 6):
+            state["second"] = state["first"] if number == 4 else state["first"].clone()
+        found.append(step(torch.ones(4).to(ops.device())).tolist())
+    return [found, step.replays if compiled else 0]
+
+
+def bare(*, compiled: bool) -> list[Any]:
+    """Return the losses of a parameter that an optimizer alone holds, and the replays."""
+    param = nn.Parameter(device_tensors(1)[0])
+    optimizer = torch.optim.SGD([param], lr=0.1)
+
+    def train(x: Tensor) -> Tensor:
+        loss = (param * x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    x = torch.ones(4).to(ops.device())
+    if not compiled:
+        return [[train(x).item() for _ in range(8)], 0]
+    step: Any = compile_step(lambda x: train(x), state=[optimizer, [param]])
+    alone: Any = compile_step(lambda x: optimizer.step(), state=[optimizer])
+    losses = [step(x).item() for _ in range(8)]
+    param.grad = torch.zeros_like(param)
+    alone(x)
+    return [losses, step.replays]
+
+
+def refusals_of_memory() -> list[str]:
+    """Return what is said of memory that a replay would not follow."""
+    [whole] = device_tensors(1)
+    state = {"whole": whole, "part": whole[:2]}
+    leaf = device_tensors(1)[0].requires_grad_()
+    steps: list[tuple[Any, Tensor]] = [
+        (compile_step(lambda x: state["whole"].add_(x), state=[state]), device_tensors(1)[0]),
+        (compile_step(lambda x: x.square().sum().backward(), state=[]), leaf),
+        (compile_step(lambda x: x.square().sum(), state=[]), leaf * 2),
+    ]
+    return [message(functools.partial(step, x)) for step, x in steps]
+
+
+@scenario
+def memory_of_state(rank: int) -> dict[str, Any]:
+    pairs = {
+        each.__name__: [each(compiled=compiled) for compiled in (False, True)]
+        for each in (returned_sums, shared_later, bare)
+    }
+    return {**pairs, "refused": refusals_of_memory()}
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("returned_sums", 4), ("shared_later", 4), ("bare", 4)]
+)
+def test_steps_follow_what_their_state_shares(name: str, least: int) -> None:
+    (plain, _), (compiled, replays) = result("memory_of_state")[name]
+    assert compiled == plain
+    assert replays >= least
+
+
+def test_memory_that_a_replay_would_not_follow_is_refused() -> None:
+    view, grad, graph = result("memory_of_state")["refused"]
+    assert "changes memory that dict['whole'] and dict['part'] share" in view
+    assert "leaves a gradient in argument 0" in grad
+    assert "argument 0 of the step has a graph" in graph
+
+
 class Following(nn.Module):
     """Replaces the first of its buffers in each forward."""
 

@@ -146,6 +146,8 @@ class Program:
     varied: set[Key] = field(default_factory=set)
     _tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
     _held: list[Any] = field(default_factory=list)
+    _memories: list[int] = field(default_factory=list)
+    _sharing: list[int] = field(default_factory=list)
     _counts: Counts | None = None
     _counted: list[float] = field(default_factory=list)
     _known: dict[Key, float] = field(default_factory=dict)
@@ -270,8 +272,18 @@ class Program:
                 if _shape(value) != shape:
                     return f"a tensor {shape} ({type(slot).__name__}) is now {_shape(value)}"
             self._tensors = [weakref.ref(held[number]) for number in self._kept]
-        self._held = held
+        memories = self._memories_of(held)
+        if memories != self._memories and _sharing(memories) != self._sharing:
+            return "which tensors of the state share memory"
+        self._held, self._memories = held, memories
         return ""
+
+    def _memories_of(self, held: Sequence[Any]) -> list[int]:
+        """Return ``ops.memory_of`` of the tensors in ``_kept``; numbers below 0 where there is none
+        any more."""
+        memory_of = torch._C._storage_id  # type: ignore[attr-defined]
+        tensors = ((number, held[number]) for number in self._kept)
+        return [memory_of(t) if isinstance(t, Tensor) else -1 - number for number, t in tensors]
 
     def _are_known(self, held: Sequence[Any]) -> bool:
         """Return whether these are the tensors of the last time, or of their shapes."""
@@ -315,6 +327,8 @@ class Program:
                     return f"argument {number} is another tensor for the first time"
             elif any(arguments[number] is each for each in self._held):
                 return f"argument {number} is a tensor of the model"
+            elif ops.memory_of(arguments[number]) in self._memories:
+                return f"argument {number} shares memory with the state"
         return ""
 
     def _numbers_differ(self, numbers: OptimizerNumbers) -> str:
@@ -434,7 +448,9 @@ class Program:
 
     def place(self, results: Sequence[Tensor], arguments: Sequence[Any]) -> None:
         """Put the results of the program where they belong."""
-        pool = self._pool(self._reader.read(), arguments)
+        held = self._reader.read()
+        self._sharing = _sharing(self._memories_of(held))
+        pool = self._pool(held, arguments)
         self._put_new(results)
         changed = [pool[at] for at, _ in self._changed_at]
         programs.put(changed, [results[number] for _, number in self._changed_at])
@@ -523,6 +539,12 @@ class Program:
         if leaf[0] == "slot":
             return self.slots[leaf[1]].get()
         return arguments[leaf[1]]
+
+
+def _sharing(memories: Sequence[int]) -> list[int]:
+    """Return for each memory the first place where it is."""
+    first: dict[int, int] = {}
+    return [first.setdefault(each, number) for number, each in enumerate(memories)]
 
 
 def _shape(value: Any) -> tuple[Any, ...] | None:

@@ -240,6 +240,7 @@ class State:
         ]
 
     def _places(self) -> Iterator[tuple[str, Slot]]:
+        in_modules = {id(p) for module in self.modules for p in module._parameters.values()}
         for module, label in self.labels.items():
             for mapping in (module._parameters, module._buffers, vars(module)):
                 is_counted = mapping is not module._parameters
@@ -255,6 +256,10 @@ class State:
             for group in optimizer.param_groups:
                 for name in group:
                     yield f"{_name(optimizer, number)}'s {name}", Entry(group, name)
+                for at, param in enumerate(group["params"]):
+                    if id(param) not in in_modules:
+                        slot = Inside(group, (("item", "params"), ("item", at)))
+                        yield f"a parameter of {_name(optimizer, number)}", slot
         for unit in self.units:
             for way in unit.group.replay_places():
                 yield "an unreduced gradient", Inside(unit.group, way)

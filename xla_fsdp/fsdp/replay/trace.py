@@ -50,6 +50,7 @@ class Trace:
         self._slots = state.slots()
         self._before: dict[Any, Any] = {w: slot.get() for w, (_, slot) in self._slots.items()}
         self._on_host = [(label, tensor, tensor._version) for label, tensor in state.host_tensors()]
+        self._grads = [_grad_of(leaf) for leaf in leaves]
         held = [*self._own(leaves), *self._before.values()]
         ops.compute(held)
         programs.unshare(held)
@@ -108,8 +109,25 @@ class Trace:
         except BaseException:
             self._undo()
             raise
-        self.problem = self.problem or self._changes.problem or self._unknown_optimizer()
+        self.problem = (
+            self.problem
+            or self._changes.problem
+            or self._unknown_optimizer()
+            or self._argument_gradient()
+        )
         return result
+
+    def _argument_gradient(self) -> str:
+        """Say which argument the step leaves a gradient in, or would send one through."""
+        for number, (leaf, before) in enumerate(zip(self._arguments, self._grads, strict=True)):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None and torch.is_grad_enabled():
+                return f"argument {number} of the step has a graph; hand over its detach()"
+            if _grad_of(leaf) is not before:
+                return (
+                    f"the step leaves a gradient in argument {number}; return what "
+                    f"torch.autograd.grad gives, or put the tensor into state="
+                )
+        return ""
 
     def _unknown_optimizer(self) -> str:
         for optimizer in self.seen.optimizers.values():
@@ -220,7 +238,8 @@ class Trace:
         leaves, tree = pytree.tree_flatten(result)
         after = self._state.slots()
         held = {id(slot.get()): slot.get() for _, slot in after.values()}
-        for each in (*self._own(leaves), *self.seen.tensors(), *self._own(self._arguments)):
+        of_arguments = self._own([*self._arguments, *map(_grad_of, self._arguments)])
+        for each in (*self._own(leaves), *self.seen.tensors(), *of_arguments):
             if each.device == self._device:
                 held.setdefault(id(each), each)
         groups = _by_tensor(programs.find_pending(list(held.values())))
@@ -234,7 +253,12 @@ class Trace:
             for buffer, (_, tensor) in self._buffers.items()
             if id(tensor) in pending and buffer not in kept
         }
-        self.problem = self.problem or self._find_moved(after, pending) or self._find_on_host()
+        self.problem = (
+            self.problem
+            or self._find_moved(after, pending)
+            or self._find_views(groups)
+            or self._find_on_host()
+        )
         inputs = _sort_like_donors(groups, donors)
         donated = [number for number, buffer in enumerate(inputs.buffers) if buffer in donors]
         constants = {*programs.buffers_of(self._own(self._state.constants))}
@@ -257,6 +281,24 @@ class Trace:
                 return (
                     f"the step puts a tensor into {label} that it has not computed; copy it there"
                 )
+        return ""
+
+    def _find_views(self, groups: list[list[Tensor]]) -> str:
+        """Say which tensors of the state, or arguments, share memory that the step changes, but are
+        not one tensor: a replay would not change both."""
+        number_of = {id(each): number for number, group in enumerate(groups) for each in group}
+        held = [(label, self._before[where]) for where, (label, _) in self._slots.items()]
+        held += [(f"argument {n}", each) for n, each in enumerate(self._arguments)]
+        known: dict[int, tuple[str, int | None]] = {}
+        for label, tensor in held:
+            if self._own([tensor]):
+                now = label, number_of.get(id(tensor))
+                first = known.setdefault(ops.memory_of(tensor), now)
+                if first[1] != now[1]:
+                    return (
+                        f"the step changes memory that {first[0]} and {label} share, of which one "
+                        f"is a view of the other; keep one, and make the other from it in the step"
+                    )
         return ""
 
     def _find_on_host(self) -> str:
@@ -348,6 +390,10 @@ class Trace:
                 except (OverflowError, RuntimeError):
                     continue
         return ""
+
+
+def _grad_of(value: Any) -> Tensor | None:
+    return value.grad if isinstance(value, Tensor) and value.is_leaf else None
 
 
 def _by_tensor(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -490,9 +536,11 @@ class _Builder:
     def returned(self, leaves: Sequence[Any], groups: list[list[Tensor]]) -> list[tuple[Any, ...]]:
         """Return what each leaf of the step's result is."""
         numbers = {id(each): n for n, group in enumerate(groups) for each in group}
-        return [self._returned(leaf, numbers) for leaf in leaves]
+        return [self._returned(leaf, numbers, groups) for leaf in leaves]
 
-    def _returned(self, leaf: Any, numbers: dict[int, int]) -> tuple[Any, ...]:
+    def _returned(
+        self, leaf: Any, numbers: dict[int, int], groups: list[list[Tensor]]
+    ) -> tuple[Any, ...]:
         if not isinstance(leaf, Tensor):
             if not isinstance(plain(leaf), PLAIN):
                 self.problem = self.problem or (
@@ -501,7 +549,7 @@ class _Builder:
                 )
             return ("plain", plain(leaf))
         if id(leaf) in numbers:
-            return ("result", numbers[id(leaf)])
+            return self._changed(leaf, groups[numbers[id(leaf)]]) or ("result", numbers[id(leaf)])
         [buffer] = programs.buffers_of([leaf]) if leaf.is_xla else [None]  # type: ignore[attr-defined]
         if buffer in self._buffers:
             return self._named(self._buffers[buffer][0])
@@ -510,6 +558,17 @@ class _Builder:
             f"the device nor one of its arguments or of the model"
         )
         return ("plain", None)
+
+    def _changed(self, leaf: Tensor, group: list[Tensor]) -> Reference | None:
+        """Return the place of the tensor that ``leaf`` is an alias of, if that is one which the
+        step has changed: a result of its own would be donated with that by the next step."""
+        memory = ops.memory_of(leaf)
+        for tensor in group:
+            if ops.memory_of(tensor) == memory:
+                for goal in self.goals([tensor]):
+                    if goal[0] == "argument" or goal[1] not in self.new:
+                        return goal
+        return None
 
     def _where(self, number: int) -> Any:
         return self.slots[number].where
@@ -523,5 +582,7 @@ class _Builder:
 def _unknown_tensor(value: Tensor, place: str) -> str:
     return (
         f"the step takes a tensor of shape {list(value.shape)} ({value.dtype}) that is neither an "
-        f"argument nor inside of its state; it entered at {place}. Add what holds it to state="
+        f"argument nor inside of its state; it entered at {place}. Add what holds it to "
+        f"state=; if it is what an argument or a tensor of the state is a view of, hand in a clone "
+        f"of that"
     )

@@ -1,4 +1,4 @@
-"""deploy/: the image and the JobSet are what Kubernetes takes, and ask for what is there."""
+"""The image and the JobSet are what Kubernetes takes, and ask for what is there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import pytest
 from test.common.ranks import ROOT
 from xla_fsdp.preflight.topologies import find_topology
 
-DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+DOCKERFILE = (ROOT / "examples" / "deploy" / "Dockerfile").read_text()
 ACCELERATORS = {"tpu-v5-lite-podslice": "v5e"}
 
 
 def jobset() -> dict[str, Any]:
     yaml = pytest.importorskip("yaml", reason="comes with the extra docs")
-    found: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "jobset.yaml").read_text())
+    found: dict[str, Any] = yaml.safe_load(
+        (ROOT / "examples" / "deploy" / "jobset.yaml").read_text()
+    )
     return found
 
 

@@ -483,7 +483,7 @@ def test_a_run_that_fails_leaves_its_error_in_the_files(
     }
     text = (tmp_path / "all.html").read_text()
     assert "v5e-16 batch=4</span>: ValueError: no room for &lt;this&gt;" in text
-    assert "json:dumps" in text and str(datetime.date.today()) in text and "xla_fsdp " in text
+    assert all(each in text for each in ("json:dumps", str(datetime.date.today()), "xla_fsdp "))
 
 
 def test_a_report_in_full() -> None:

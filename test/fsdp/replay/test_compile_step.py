@@ -368,12 +368,8 @@ def bare(*, compiled: bool) -> list[Any]:
     x = torch.ones(4).to(ops.device())
     if not compiled:
         return [[train(x).item() for _ in range(8)], 0]
-    step: Any = compile_step(lambda x: train(x), state=[optimizer, [param]])
-    alone: Any = compile_step(lambda x: optimizer.step(), state=[optimizer])
-    losses = [step(x).item() for _ in range(8)]
-    param.grad = torch.zeros_like(param)
-    alone(x)
-    return [losses, step.replays]
+    step: Any = compile_step(train, state=[optimizer])
+    return [[step(x).item() for _ in range(8)], step.replays]
 
 
 def refusals_of_memory() -> list[str]:

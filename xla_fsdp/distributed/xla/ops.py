@@ -7,7 +7,7 @@ import functools
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -376,12 +376,7 @@ def let_go(tensor: Tensor, dummy: Tensor) -> None:
 def tensor_objects() -> list[Tensor]:
     """Return all tensors of the process that have a Python object."""
     with no_collection():
-        return tensors_among(gc.get_objects())
-
-
-def tensors_among(objects: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among objects of the garbage collector, which may not run meanwhile."""
-    return [_owned(each) for each in objects if issubclass(type(each), Tensor)]
+        return [_owned(each) for each in gc.get_objects() if issubclass(type(each), Tensor)]
 
 
 @contextlib.contextmanager

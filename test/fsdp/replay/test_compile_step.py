@@ -372,6 +372,71 @@ def bare(*, compiled: bool) -> list[Any]:
     return [[step(x).item() for _ in range(8)], step.replays]
 
 
+def added_to(change: Callable[[Tensor], Tensor], *, compiled: bool) -> list[Any]:
+    """Return what a step adds to, where ``change`` of it replaces it between steps; and the
+    replays."""
+    [first] = device_tensors(1)
+    state = {"sum": first}
+
+    def add(x: Tensor) -> Tensor:
+        state["sum"].add_(x)
+        return state["sum"] * 2
+
+    step: Any = compile_step(add, state=[state]) if compiled else add
+    found = []
+    for number in range(9):
+        if number in (4, 6):
+            state["sum"] = change(state["sum"])
+        doubled = step(torch.ones(4).to(ops.device()))
+        found += [doubled.tolist(), state["sum"].tolist()]
+    return [found, step.replays if compiled else 0]
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda t: t.view(4),
+    lambda t: (t + 1).view(2, 2).flatten(),
+    lambda t: torch.stack([t, t])[1],
+    lambda t: (t + 1)[None].t()[:, 0],
+]
+
+
+def drawn_between(*, compiled: bool) -> list[Any]:
+    """Return what a step with dropout and its caller draw in turns, and the replays."""
+    ops.set_rng_state(7, ops.device())
+    drop = nn.Dropout(0.5)
+    step: Any = compile_step(drop, state=[drop]) if compiled else drop
+    found = []
+    for number in range(10):
+        found.append(step(torch.ones(8).to(ops.device())).tolist())
+        if not compiled:
+            ops.sync()
+        if number % 3 == 1:
+            found.append(torch.rand(2, device=ops.device()).tolist())
+            # A sync would go on from where the last one was, as if nothing had been drawn.
+            ops.set_rng_state(ops.get_rng_state(ops.device()), ops.device())
+    return [found, step.replays if compiled else 0]
+
+
+def host_arguments(*, compiled: bool) -> list[Any]:
+    """Return what a step makes of tensors of the host, and the replays."""
+    [total] = device_tensors(1)
+
+    def add(x: Tensor, factor: Tensor) -> Tensor:
+        x = x.to(ops.device())
+        x.sub_(1)
+        total.add_(x * factor.to(ops.device()))
+        return total * 2
+
+    step: Any = compile_step(add, state=[[total]]) if compiled else add
+    found = []
+    for number in range(8):
+        x = torch.full((4,), float(number))
+        found += [step(x, torch.tensor(number)).tolist(), total.tolist()]
+        if compiled:
+            assert x.tolist() == [number] * 4
+    return [found, step.replays if compiled else 0]
+
+
 def refusals_of_memory() -> list[str]:
     """Return what is said of memory that a replay would not follow."""
     [whole] = device_tensors(1)
@@ -382,32 +447,61 @@ def refusals_of_memory() -> list[str]:
         (compile_step(lambda x: x.square().sum().backward(), state=[]), leaf),
         (compile_step(lambda x: x.square().sum(), state=[]), leaf * 2),
     ]
-    return [message(functools.partial(step, x)) for step, x in steps]
+    views = [functools.partial(added_to, view, compiled=True) for view in VIEWS]
+    return [message(each) for each in [functools.partial(step, x) for step, x in steps] + views]
+
+
+PAIRS: dict[str, Any] = {
+    "returned_sums": returned_sums,
+    "shared_later": shared_later,
+    "bare": bare,
+    "pending": functools.partial(added_to, lambda t: t.to(torch.float64).float()),
+    "drawn_between": drawn_between,
+    "host_arguments": host_arguments,
+}
+"""Each returns what a step does, as it is or compiled, and how often it was replayed."""
 
 
 @scenario
 def memory_of_state(rank: int) -> dict[str, Any]:
     pairs = {
-        each.__name__: [each(compiled=compiled) for compiled in (False, True)]
-        for each in (returned_sums, shared_later, bare)
+        name: [each(compiled=compiled) for compiled in (False, True)]
+        for name, each in PAIRS.items()
     }
     return {**pairs, "refused": refusals_of_memory()}
 
 
-@pytest.mark.parametrize(
-    ("name", "least"), [("returned_sums", 4), ("shared_later", 4), ("bare", 4)]
-)
-def test_steps_follow_what_their_state_shares(name: str, least: int) -> None:
+@pytest.mark.parametrize("name", PAIRS)
+def test_replays_do_what_the_step_does(name: str) -> None:
     (plain, _), (compiled, replays) = result("memory_of_state")[name]
     assert compiled == plain
-    assert replays >= least
+    assert replays >= 4
+
+
+@scenario
+def generators(rank: int) -> list[str]:
+    def yields(x: Tensor) -> Any:
+        yield x + 1
+
+    async def waits(x: Tensor) -> Tensor:
+        return x + 1
+
+    return [message(functools.partial(compile_step, each, state=[])) for each in (yields, waits)]
+
+
+def test_generators_and_coroutines_are_no_steps() -> None:
+    for text in result("generators"):
+        assert "runs only in parts" in text, text
 
 
 def test_memory_that_a_replay_would_not_follow_is_refused() -> None:
-    view, grad, graph = result("memory_of_state")["refused"]
+    view, grad, graph, *views = result("memory_of_state")["refused"]
     assert "changes memory that dict['whole'] and dict['part'] share" in view
     assert "leaves a gradient in argument 0" in grad
     assert "argument 0 of the step has a graph" in graph
+    assert len(views) == len(VIEWS)
+    for each in views:
+        assert "a view of a tensor; keep a clone of it" in each, each
 
 
 class Following(nn.Module):

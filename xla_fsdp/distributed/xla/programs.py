@@ -196,6 +196,8 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._functionalize_replace(tensor, torch._from_functional_tensor(value).data)
         torch._functionalize_commit_update(tensor)
         torch._functionalize_sync(tensor)
+    if views := [tensor for tensor in tensors if views_of(tensor)]:
+        ops.compute(views)  # which are made anew of what they are views of
 
 
 def put_apart(tensors: Sequence[Tensor], value: Tensor) -> None:
@@ -268,9 +270,12 @@ def run_pending() -> None:
 
 
 def separate(tensors: Sequence[Tensor]) -> None:
-    """Give computed tensors buffers of their own, if others may have them, and execute what is
-    pending, without collectives; the random number state stays."""
+    """Give tensors buffers of their own, if others may have them, and execute what is pending,
+    without collectives; the random number state stays."""
     shared = find_shared(tensors)
+    if find_pending(shared):
+        run_pending()
+        shared = find_shared(shared)
     own = ops.barrier([tensor.detach() for tensor in shared]) if shared else []
     run_pending()  # not with the other ranks, who may have read nothing
     put(shared, own)
@@ -309,6 +314,15 @@ _has_own_buffer = torch._functionalize_are_all_mutations_hidden_from_autograd
 def _view_of(tensor: Tensor) -> Any:
     """Return how a tensor is made from the one that it is a view of, [] of others."""
     return torch._C._functionalization.get_view_meta_sequence(tensor)
+
+
+def views_of(tensor: Tensor) -> tuple[str, ...]:
+    """Return what makes a tensor from the one that it is a view of; an operation that changes it in
+    place computes that one, too, by their inverses."""
+    if not torch._is_functional_tensor(tensor):
+        return ()
+    names = [type(each).__name__.removesuffix("_ViewMeta") for each in _view_of(tensor)]
+    return tuple(each for each in names if each != "detach")  # which computes nothing
 
 
 def drop_pending() -> None:

@@ -108,7 +108,7 @@ class Program:
         code: the program of ``distributed.xla.programs``.
         facts: of ``State``, before the step.
         slots: places that held tensors before the step, or do after it.
-        shapes: of their tensors before the step; None where there was none.
+        kinds: ``kind_of`` what they held before the step.
         inputs: where each input of the program comes from.
         hosts: inputs that the host made.
         outputs: where each result of the program goes; a slot that gets a new tensor is in ``new``.
@@ -126,7 +126,7 @@ class Program:
     code: bytes
     facts: list[Any]
     slots: list[Slot]
-    shapes: list[tuple[Any, ...] | None]
+    kinds: list[tuple[Any, ...] | None]
     inputs: list[Reference]
     hosts: list[HostInput]
     outputs: list[list[Reference]]
@@ -168,7 +168,7 @@ class Program:
         return dataclasses.replace(
             self,
             slots=[self.slots[old] for old in order],
-            shapes=[self.shapes[old] for old in order],
+            kinds=[self.kinds[old] for old in order],
             inputs=[*map(renumbered, self.inputs)],
             outputs=[[*map(renumbered, goals)] for goals in self.outputs],
             new={number[old] for old in self.new},
@@ -189,7 +189,7 @@ class Program:
             and self.numbers.updates == other.numbers.updates
             and self.numbers.members == other.numbers.members
             and [slot.where for slot in self.slots] == [slot.where for slot in other.slots]
-            and (self.shapes, self.new, self.emptied) == (other.shapes, other.new, other.emptied)
+            and (self.kinds, self.new, self.emptied) == (other.kinds, other.new, other.emptied)
         )
 
     def does_the_same(self, other: Program) -> bool:
@@ -268,9 +268,9 @@ class Program:
 
     def _differing(self, held: list[Any]) -> str:
         if not self._are_known(held):
-            for value, shape, slot in zip(held, self.shapes, self.slots, strict=True):
-                if _shape(value) != shape:
-                    return f"a tensor {shape} ({type(slot).__name__}) is now {_shape(value)}"
+            for value, old, slot in zip(held, self.kinds, self.slots, strict=True):
+                if kind_of(value) != old:
+                    return f"a tensor {old} ({type(slot).__name__}) is now {kind_of(value)}"
             self._tensors = [weakref.ref(held[number]) for number in self._kept]
         memories = self._memories_of(held)
         if memories != self._memories and _sharing(memories) != self._sharing:
@@ -295,7 +295,7 @@ class Program:
                 and all(map(operator.is_, kept, map(_REFERENT, self._tensors)))
                 and all(map(operator.eq, map(_SIZE, kept), self._sizes))
                 and all(map(operator.is_, map(_DTYPE, kept), self._dtypes))
-                and all(_shape(held[number]) == self.shapes[number] for number in self._replaced)
+                and all(kind_of(held[number]) == self.kinds[number] for number in self._replaced)
             )
         except AttributeError:  # a tensor is gone, and its slot holds None as its reference does
             return False
@@ -303,15 +303,15 @@ class Program:
     @functools.cached_property
     def _kept(self) -> list[int]:
         """The slots whose tensors the program does not replace."""
-        return [n for n, shape in enumerate(self.shapes) if shape and n not in self.new]
+        return [n for n, each in enumerate(self.kinds) if each and n not in self.new]
 
     @functools.cached_property
     def _sizes(self) -> list[torch.Size]:
-        return [shape[0] for shape in map(self.shapes.__getitem__, self._kept) if shape]
+        return [each[0] for each in map(self.kinds.__getitem__, self._kept) if each]
 
     @functools.cached_property
     def _dtypes(self) -> list[torch.dtype]:
-        return [shape[1] for shape in map(self.shapes.__getitem__, self._kept) if shape]
+        return [each[1] for each in map(self.kinds.__getitem__, self._kept) if each]
 
     @functools.cached_property
     def _replaced(self) -> list[int]:
@@ -547,10 +547,13 @@ def _sharing(memories: Sequence[int]) -> list[int]:
     return [first.setdefault(each, number) for number, each in enumerate(memories)]
 
 
-def _shape(value: Any) -> tuple[Any, ...] | None:
+def kind_of(value: Any) -> tuple[Any, ...] | None:
+    """Return what a program depends on of a tensor in a slot, but its values: the shape that this
+    rank holds of it, its dtype and device, and how it is a view; None for no tensor."""
     if not isinstance(value, Tensor):
         return None
-    return value.shape, value.dtype, value.device
+    with torch._C.DisableTorchFunctionSubclass():  # a shard answers for the whole parameter
+        return value.shape, value.dtype, value.device, *programs.views_of(value)
 
 
 def _is_equal(first: float, second: float | None) -> bool:

@@ -8,6 +8,7 @@ on has changed.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import time
@@ -26,8 +27,7 @@ from xla_fsdp.distributed.xla import ops, programs
 from xla_fsdp.distributed.xla.worker import Worker
 from xla_fsdp.fsdp.engine.initial_state import make_state
 from xla_fsdp.fsdp.engine.param import UninitializedShard
-from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.fsdp.replay.program import Program
+from xla_fsdp.fsdp.replay.program import Program, kind_of
 from xla_fsdp.fsdp.replay.seen import CompileStepError, is_traced
 from xla_fsdp.fsdp.replay.state import PLAIN, State, find_given, modes_now, refuse_closed, shown
 from xla_fsdp.fsdp.replay.trace import Trace
@@ -76,7 +76,8 @@ def compile_step(
     Args:
         step: a function of tensors and plain values. It makes a whole step (forward, backward,
             clipping, optimizer step, ``zero_grad``), and returns tensors and plain values in any
-            containers. Returned tensors have no graph.
+            containers. Returned tensors have no graph. Tensors of the host among its arguments
+            are copied to the device.
         state: what the step reads or changes on the device besides its arguments: modules,
             optimizers, and objects or containers that hold tensors (averages, a scaler). Modules
             and optimizers among the arguments, and the object of a method, belong to it.
@@ -91,8 +92,8 @@ def compile_step(
         A callable with the arguments of ``step``.
 
     Raises:
-        TypeError: if ``step`` is no function, or what is in an object of ``state`` cannot be
-            followed: a weak reference, a partial, a set of tensors.
+        TypeError: if ``step`` is no function, or a generator or coroutine, or what is in an object
+            of ``state`` cannot be followed: a weak reference, a partial, a set of tensors.
         ValueError: if ``unknown`` is neither, or ``check`` is negative.
     """
     if unknown not in ("raise", "trace"):
@@ -107,6 +108,11 @@ def compile_step(
         raise TypeError(
             f"compile_step got {step!r}, which cannot be called; give it the function that makes a "
             f"training step"
+        )
+    if inspect.iscoroutinefunction(step) or inspect.isgeneratorfunction(step):
+        raise TypeError(
+            f"compile_step got {step!r}, a generator or coroutine, which runs only in parts; give "
+            f"it a function that makes a whole step and returns its result"
         )
     refuse_closed(_as_list(state))
     return CompiledStep(step, _Options(state, check, refuses=unknown == "raise"))
@@ -138,6 +144,7 @@ class TensorKind(NamedTuple):
     """What programs depend on of a tensor among the arguments, all but its values.
 
     Args:
+        views: how it is a view of another tensor.
         same_as: the first argument that is this tensor.
     """
 
@@ -145,6 +152,7 @@ class TensorKind(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     device: torch.device
+    views: tuple[str, ...]
     same_as: int
 
 
@@ -234,6 +242,7 @@ class _RankStep:
         self._take(find_given(leaves))
         if self._traces_always or not ops.runtime().executes():
             return self._run_plainly(args, kwargs)
+        leaves = _on_device(leaves)
         try:
             key = tree, *self._kinds(leaves)
         except TypeError as error:
@@ -324,8 +333,9 @@ class _RankStep:
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 same_as = first.setdefault(id(leaf), number)
-                kind = held_shape(leaf), leaf.dtype, leaf.requires_grad, leaf.device, same_as
-                kinds.append(TensorKind(*kind))
+                shape, dtype, device, *views = kind_of(leaf)  # type: ignore[misc]
+                fixed = shape, dtype, leaf.requires_grad, device, tuple(views)
+                kinds.append(TensorKind(*fixed, same_as))
             elif isinstance(leaf, PLAIN):
                 # By its text, in which zeros differ by their sign, and NaN is itself.
                 kinds.append((type(leaf), repr(leaf)))
@@ -462,6 +472,17 @@ class _RankStep:
         if not self._traces_always:
             warnings.warn(f"every step is traced, because {problem}", stacklevel=4)
         self._traces_always, self._programs = problem, {}
+
+
+def _on_device(leaves: Sequence[Any]) -> list[Any]:
+    """Return the arguments with device copies of the host's tensors: one that the step's Python
+    code could read would be a constant of the program."""
+    host = {id(each): each for each in leaves if isinstance(each, Tensor) and each.is_cpu}
+    moved = ops.upload_all([each.detach() for each in host.values()]) if host else []
+    copies = dict(zip(host, moved, strict=True))
+    for number, each in host.items():
+        copies[number].requires_grad_(each.requires_grad)
+    return [copies.get(id(each), each) for each in leaves]
 
 
 def _as_list(state: Any) -> list[Any]:

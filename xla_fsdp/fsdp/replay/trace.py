@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from xla_fsdp.distributed.xla import host, ops, programs
 from xla_fsdp.distributed.xla.graph import tensor_id
-from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.replay.host_numbers import HostNumbers, plain
 from xla_fsdp.fsdp.replay.program import (
     HostInput,
@@ -25,6 +24,7 @@ from xla_fsdp.fsdp.replay.program import (
     Reference,
     Returned,
     candidates_of,
+    kind_of,
 )
 from xla_fsdp.fsdp.replay.seen import Seen, watching
 from xla_fsdp.fsdp.replay.slots import Slot
@@ -284,22 +284,26 @@ class Trace:
         return ""
 
     def _find_views(self, groups: list[list[Tensor]]) -> str:
-        """Say which tensors of the state, or arguments, share memory that the step changes, but are
-        not one tensor: a replay would not change both."""
+        """Say which tensors of the state, or arguments, that the step changes are views, or share
+        memory, but are not one tensor: a replay would not change both."""
         number_of = {id(each): number for number, group in enumerate(groups) for each in group}
         held = [(label, self._before[where]) for where, (label, _) in self._slots.items()]
         held += [(f"argument {n}", each) for n, each in enumerate(self._arguments)]
         known: dict[int, tuple[str, int | None]] = {}
+        view = ""
         for label, tensor in held:
-            if self._own([tensor]):
-                now = label, number_of.get(id(tensor))
-                first = known.setdefault(ops.memory_of(tensor), now)
-                if first[1] != now[1]:
-                    return (
-                        f"the step changes memory that {first[0]} and {label} share, of which one "
-                        f"is a view of the other; keep one, and make the other from it in the step"
-                    )
-        return ""
+            if not self._own([tensor]):
+                continue
+            now = label, number_of.get(id(tensor))
+            first = known.setdefault(ops.memory_of(tensor), now)
+            if first[1] != now[1]:
+                return (
+                    f"the step changes memory that {first[0]} and {label} share, of which one is a "
+                    f"view of the other; keep one, and make the other from it in the step"
+                )
+            if now[1] is not None and programs.views_of(tensor):
+                view = f"the step changes {label}, a view of a tensor; keep a clone of it there"
+        return view
 
     def _find_on_host(self) -> str:
         """Say which tensor of the host, in the state, the step has changed."""
@@ -310,6 +314,8 @@ class Trace:
 
     def _run_program(self, traced: Traced) -> list[Any]:
         program = self._program(traced, b"")
+        if self.problem:  # what views are a part of is computed from what it was before
+            traced.donated.clear()
         code, results = programs.run_traced(
             traced.outputs, traced.inputs.values, traced.donated, self._copied(traced)
         )
@@ -339,7 +345,7 @@ class Trace:
             code=code,
             facts=self.facts,
             slots=builder.slots,
-            shapes=builder.shapes(),
+            kinds=builder.kinds(),
             inputs=references,
             hosts=hosts,
             outputs=goals,
@@ -476,12 +482,9 @@ class _Builder:
         for where, (_, slot) in after.items():
             self._holders.setdefault(id(slot.get()), []).append(self._numbers[where])
 
-    def shapes(self) -> list[tuple[Any, ...] | None]:
-        """Return shape, dtype and device of the tensors before the step, None without one."""
-        found: list[tuple[Any, ...] | None] = [None] * len(self.slots)
-        for where, tensor in self._tensors.items():
-            found[self._numbers[where]] = (held_shape(tensor), tensor.dtype, tensor.device)
-        return found
+    def kinds(self) -> list[tuple[Any, ...] | None]:
+        """Return ``kind_of`` what each slot held before the step."""
+        return [kind_of(self._tensors.get(slot.where)) for slot in self.slots]
 
     def emptied(self) -> list[int]:
         """Return the slots that hold nothing after the step."""
@@ -583,6 +586,5 @@ def _unknown_tensor(value: Tensor, place: str) -> str:
     return (
         f"the step takes a tensor of shape {list(value.shape)} ({value.dtype}) that is neither an "
         f"argument nor inside of its state; it entered at {place}. Add what holds it to "
-        f"state=; if it is what an argument or a tensor of the state is a view of, hand in a clone "
-        f"of that"
+        f"state="
     )

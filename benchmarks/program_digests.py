@@ -1,15 +1,16 @@
 """Check that the programs that this package makes have not changed.
 
-    python benchmarks/program_digests.py            # compare with program_digests.json
-    python benchmarks/program_digests.py --write    # or store
-    python benchmarks/program_digests.py --mnist    # the losses of the MNIST job, too
-    python benchmarks/program_digests.py --only gpt # some of it
+    python benchmarks/program_digests.py  # compare with program_digests.json
+    python benchmarks/program_digests.py --write --why "reason"  # or store, and say why
+    python benchmarks/program_digests.py --mnist  # the losses of the MNIST job, too
+    python benchmarks/program_digests.py --only gpt  # some of it
 
 A refactoring leaves all digests as they are. Stored are digests (``hlo_digest``) of the programs of
 one training step, with the values of integer and scalar inputs: of the GPTs of ``gpt`` as one of 16
 fake ranks of v5e:4x4, and of the small models of ``digest_cases`` on CPU ranks, one for all ranks.
 Losses are those of ``examples/mnist/train.py`` with seed 0 on 8 CPU ranks, exactly as printed.
-Prints what differs; then the exit code is 1.
+Prints what differs; then the exit code is 1. The file's last line of ``why`` begins with the seal
+of all that is stored, so that nothing changes there without another line.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Store or compare; return the exit code."""
     options = _parser().parse_args(argv)
     os.environ["PJRT_DEVICE"] = "CPU"
-    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiles faster
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles faster
     wanted = options.only.split(",") + ["mnist"] * options.mnist
     parts = {
         "gpt": _of_gpts,
@@ -50,16 +51,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         "mnist": partial(_losses, options.data_dir),
     }
     found = {name: part() for name, part in parts.items() if name.split()[0] in wanted}
-    if options.write:
-        stored = json.loads(STORED.read_text()) if STORED.exists() else {}
-        STORED.write_text(json.dumps({**stored, **found}, indent=1) + "\n")
-        return 0
-    return _compare(found, json.loads(STORED.read_text()))
+    stored = json.loads(STORED.read_text())
+    names = _different(found, stored)
+    for name in names:
+        print(f"differs: {name}")
+    print(f"{sum(map(len, found.values()))} compared, {len(names)} differ")
+    if not options.write:
+        return 1 if names else 0
+    if names:
+        if not options.why:
+            print("not written: say what changed the programs, by --why")
+            return 1
+        new = {**stored, **found}
+        new["why"] = [*stored["why"], f"{seal(new)} {options.why} ({', '.join(names)})"]
+        STORED.write_text(json.dumps(new, indent=1) + "\n")
+    return 0
+
+
+def seal(stored: Mapping[str, Any]) -> str:
+    """Return a digest of all that is stored, but for the reasons."""
+    kept = {part: values for part, values in stored.items() if part != "why"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="store instead of comparing")
+    parser.add_argument("--why", metavar="REASON", help="of a change that is stored")
     parser.add_argument("--mnist", action="store_true", help="the losses of the MNIST job, too")
     parser.add_argument(
         "--only",
@@ -71,17 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _compare(found: Mapping[str, Mapping[str, Any]], stored: Mapping[str, Any]) -> int:
-    names = [
+def _different(found: Mapping[str, Mapping[str, Any]], stored: Mapping[str, Any]) -> list[str]:
+    return [
         f"{part}: {name}"
         for part, values in found.items()
         for name in sorted({*values, *stored.get(part, {})})
         if values.get(name) != stored.get(part, {}).get(name)
     ]
-    for name in names:
-        print(f"differs: {name}")
-    print(f"{sum(map(len, found.values()))} compared, {len(names)} differ")
-    return 1 if names else 0
 
 
 # ---------------------------------------------------------------- digests and losses
@@ -118,9 +132,11 @@ def _losses(data_dir: Path | None) -> dict[str, float]:
 
 
 def _in_child(function: str, *arguments: Any) -> Any:
-    """Call ``module:function`` in a new process: torch_xla can start only once in a process, and
-    not in one with jaxlib."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    """Call ``module:function`` in a process of its own: torch_xla can start only once in a process,
+    and not in one with jaxlib. It is forked where all is imported, and nothing has started."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch_xla", "xla_fsdp.fsdp.wrapper"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(_call, function, *arguments).result()
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
+from test.common.scenarios import Scenarios
+
 STARTERS = {"run_on_ranks", "run_python", "run_warm", "scenarios", "Runs"}
 
 # An example takes as long as a busy machine needs for it, also to be made.
@@ -36,3 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take a minute before those that take seconds; at the end there is little left to
     wait for."""
     items.sort(key=lambda item: not STARTERS & vars(getattr(item, "module", None) or item).keys())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Ranks run the scenarios of the tests that are left by ``-k`` and ``-m``."""
+    for item in session.items:
+        scenarios = getattr(getattr(item, "module", None), "scenarios", None)
+        if isinstance(scenarios, Scenarios):
+            scenarios.choose(item)

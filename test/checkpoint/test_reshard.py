@@ -338,4 +338,5 @@ def test_damaged_metadata_is_refused_or_harmless(data: st.DataObject) -> None:
         listed["files"][path.name] = path.stat().st_size
         marker.write_text(json.dumps(listed))
         with contextlib.suppress(CheckpointError):
-            read(open_storage(directory), shown, 0, new_ranks)
+            loaded = read(open_storage(directory), shown, 0, new_ranks)
+            assert differences(loaded, shown, 0, new_ranks, 1) == [], where

@@ -1,4 +1,4 @@
-"""Scenarios: functions that run on ranks, all those of a test file in one launch.
+"""Scenarios: functions that run on ranks, in one launch those that a file's chosen tests ask for.
 
 A file makes ``scenarios = Scenarios(__name__)``, marks functions of a rank with ``@scenarios.add``
 and reads their values by ``scenarios.result("name")``. Helpers of such functions follow.
@@ -7,9 +7,11 @@ and reads their values by ``scenarios.result("name")``. Helpers of such function
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -32,25 +34,51 @@ class Scenarios:
     def __init__(self, module: str) -> None:
         self._module = module
         self.functions: dict[str, Callable[[int], Any]] = {}
+        self._chosen: set[str] = set()
 
     def add(self, fn: Callable[[int], Any]) -> Callable[[int], Any]:
         """Run ``fn(rank)`` in the launch of this file."""
         self.functions[fn.__name__] = fn
         return fn
 
+    def choose(self, test: pytest.Function) -> None:
+        """Let the launch run what a test asks for: the scenarios whose names it, its parameters or
+        functions of the file that it calls contain."""
+        words = {*_words(test.obj, vars(test.module), set())}
+        if hasattr(test, "callspec"):
+            words |= {*map(str, test.callspec.params.values())}
+        self._chosen |= words & self.functions.keys()
+
     def result(self, name: str, rank: int = 0) -> Any:
         """Return the value of the scenario ``name`` on a rank."""
-        return _results(self._module)[rank][name]
+        # Of a name that is put together only when the test runs: all of them.
+        chosen = self._chosen if name in self._chosen else self.functions
+        return _results(self._module, frozenset(chosen))[rank][name]
+
+
+def _words(fn: Any, names: dict[str, Any], seen: set[CodeType]) -> Iterator[str]:
+    """Yield the strings in a function and in those of ``names`` that it refers to."""
+    codes = [fn.__code__] if hasattr(fn, "__code__") else []
+    while codes:
+        code = codes.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        yield from (each for each in code.co_consts if isinstance(each, str))
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        codes += [
+            names[each].__code__ for each in code.co_names if hasattr(names.get(each), "__code__")
+        ]
 
 
 @cached_outcome
-def _results(module: str) -> list[dict[str, Any]]:
-    return run_on_ranks(_run, RANKS, module)
+def _results(module: str, names: frozenset[str]) -> list[dict[str, Any]]:
+    return run_on_ranks(_run, RANKS, module, names)
 
 
-def _run(rank: int, module: str) -> dict[str, Any]:
-    scenarios = importlib.import_module(module).scenarios
-    return {name: fn(rank) for name, fn in scenarios.functions.items()}
+def _run(rank: int, module: str, names: frozenset[str]) -> dict[str, Any]:
+    functions = importlib.import_module(module).scenarios.functions
+    return {name: fn(rank) for name, fn in functions.items() if name in names}
 
 
 def fsdp(module: nn.Module, **options: Any) -> Any:

@@ -72,7 +72,7 @@ PUBLIC = {
         CompileStepError CompiledStep XlaFullyShardedDataParallel attention checkpoint_module
         checkpoint_name checkpoint_wrapper clip_grad_norm_ compile_step
         consolidate_sharded_model_checkpoints consolidate_sharded_state_dicts
-        distribute_tensor full_state_dict fully_shard get_model_state_dict
+        distribute_tensor explain full_state_dict fully_shard get_model_state_dict
         get_optimizer_state_dict get_state_dict init_from_checkpoint init_mesh latest_step launch
         load_checkpoint load_full_state_dict load_optim_state_dict load_sharded_state_dict
         name_activation one_rank_at_a_time optim_state_dict parallelize Parallelized Recipe

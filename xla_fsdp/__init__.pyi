@@ -48,6 +48,7 @@ from .fsdp.engine.activation_checkpoint import (
 from .fsdp.engine.clip_grad import clip_grad_norm_ as clip_grad_norm_
 from .fsdp.engine.module_state import register_fsdp_forward_method as register_fsdp_forward_method
 from .fsdp.engine.param import distribute_tensor as distribute_tensor
+from .fsdp.explain import explain as explain
 from .fsdp.fsdp1_options import (
     BackwardPrefetch as BackwardPrefetch,
 )

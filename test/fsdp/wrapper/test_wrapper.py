@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
+import re
 import weakref
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from test.common.garbage import is_freed, live_tensors
 from test.common.in_place import in_place
 from test.common.models import CLASSES, FEATURES, WIDTH, Net, TiedNet
+from test.common.ranks import ROOT
 from test.common.recipes import language_model
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message, nested, rows, states
 from xla_fsdp.distributed.garbage import collect_garbage
@@ -1282,3 +1285,70 @@ def test_hidden_states_that_are_asked_for_after_wrapping_are_collected() -> None
     assert len(found["plain"]) > 2
     for name in ("by hand", "by policy"):
         torch.testing.assert_close(found[name], found["plain"], atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- what units are, and do
+
+SECTION = re.search(
+    r"## What did I get\?\n(.*?)\n## ", (ROOT / "docs" / "wrapper.md").read_text(), re.DOTALL
+)
+assert SECTION is not None
+CODE = re.findall(r"```python\n(.*?)```", SECTION[1], re.DOTALL)[0]
+EXPLAINED, TOLD = re.findall(r"```text\n(.*?)```", SECTION[1], re.DOTALL)
+
+
+@scenario
+def explained(rank: int) -> dict[str, Any]:
+    from xla_fsdp.fsdp.explain import explain, lines_of
+
+    names: dict[str, Any] = {}
+    exec(CODE.replace("xla_fsdp.explain(model)\n", ""), names)
+    kept = nested(make(), reshard_after_forward=False, fp32_reduce_scatter=True)
+    unit = kept.blocks[1]._fsdp_unit
+    return {
+        "page": lines_of(names["model"]),
+        "kept": lines_of(kept),
+        "none": message(lambda: explain(nn.Linear(2, 2))),
+        "reprs": [repr(unit), repr(unit.group.params[0])],
+    }
+
+
+def test_units_are_explained_as_on_the_page() -> None:
+    found = result("explained")
+    assert found["page"] == EXPLAINED.splitlines()
+    assert [line.split("  ")[0] for line in found["kept"][1:3]] == ["root", "blocks.0-1 (2)"]
+    assert all("forward, kept" in line for line in found["kept"][1:3])
+    assert found["none"].startswith("ValueError: the model has no FSDP units to explain")
+    assert found["reprs"] == REPRS
+
+
+REPRS = [
+    "FSDPState(blocks.1: SHARDED, FSDPParamGroup(blocks.1: 5 parameters of 2 ranks))",
+    "FSDPParam(norm.weight [11]: 128 elements torch.float32 on each of 2 ranks, computes in "
+    "torch.float32, SHARDED)",
+]
+
+
+@scenario
+def told(rank: int) -> list[str]:
+    """What the log says of a step of this rank, and nothing while it is off."""
+    import torch_xla.core.xla_model as xm
+
+    log, handler = logging.getLogger("xla_fsdp.schedule"), logging.Handler()
+    lines: list[str] = []
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    model = nested(make())
+    log.addHandler(handler)
+    model(rows()).sum().backward()
+    assert lines == []
+    xm.rendezvous("both were silent")
+    log.setLevel(logging.DEBUG)
+    model(rows()).sum().backward()
+    xm.rendezvous("both have told")
+    log.setLevel(logging.NOTSET)
+    log.removeHandler(handler)
+    return [each for each in lines if each.startswith(f"rank {rank},")]
+
+
+def test_the_log_tells_what_is_gathered_freed_and_reduced() -> None:
+    assert result("told") == TOLD.splitlines()

@@ -100,13 +100,10 @@ class ChunkedWeights:
 
     def reduce_product(self, left: Tensor, right: Tensor) -> Tensor:
         """Reduce-scatter the gradient of a chunk, ``left.t() @ right``: [rows, width]."""
-        reduction = self.group.reduction
-
-        def finish(grad: Tensor) -> Tensor:
-            cast = reduction.to_reduce_dtype(grad.to(self.dtype))
-            return cast if reduction.predivide == 1 else cast / reduction.predivide
-
-        return self._reduce_by.reduce_scatter_product(left, right, finish)
+        to_sum = self.group.reduction.to_sum
+        return self._reduce_by.reduce_scatter_product(
+            left, right, lambda grad: to_sum(grad.to(self.dtype))
+        )
 
     def bias(self, shards: Sequence[Tensor], chunks: Chunks) -> list[Tensor]:
         """Gather the bias in chunks, [chunks, ranks * rows]; an empty list without a bias."""

@@ -27,6 +27,7 @@ from xla_fsdp.distributed.collectives import (
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.schedule_log import ScheduleLog
 
 
 class InTurn:
@@ -55,6 +56,7 @@ class AllGather:
         collectives: communication among the ranks that share them.
         smaller: groups of ranks that share larger shards, if any.
         config: whether tensors share collectives.
+        log: tells of what is gathered.
     """
 
     def __init__(
@@ -63,12 +65,19 @@ class AllGather:
         collectives: Collectives,
         smaller: SmallerGroups | None,
         config: FSDPConfig,
+        log: ScheduleLog,
     ) -> None:
         self._params = tuple(params)
+        self._log = log
         self._collectives = collectives
         self._smaller = smaller
         self._limit = math.inf if config.coalesce_all_gather_ops else 0
         self._buckets: dict[tuple[torch.dtype, ...], tuple[Bucket, ...]] = {}
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What is sent to gather all parameters, by one collective each."""
+        return self._buckets_of([param.slots.shard for param in self._params])
 
     # ------------------------------------------------------------ all parameters
 
@@ -112,7 +121,10 @@ class AllGather:
         """Return this rank's larger shards, one packed tensor for each bucket, in its dtype."""
         across = self._smaller_groups.across
         with torch.no_grad():
-            return [across.all_gather(t.to(each.dtype)).clone() for each, t in packed.items()]
+            return [
+                across.all_gather(self._sent(each, t.to(each.dtype), self._params)).clone()
+                for each, t in packed.items()
+            ]
 
     def unshard_larger(self, larger: Sequence[Tensor]) -> list[Tensor]:
         """Return the unsharded tensors of all original parameters from packed larger shards."""
@@ -126,10 +138,15 @@ class AllGather:
         num_shards = self._collectives.num_shards
         for param in self._params:
             param.expect_on_all_ranks("all-gather")
-        gathered = by_number(
-            packed, lambda each: each.unpack(gather(packed[each].to(each.dtype)), num_shards)
-        )
-        return _unpack(self._params, gathered)
+
+        def unpacked(bucket: Bucket) -> list[Tensor]:
+            sent = self._sent(bucket, packed[bucket].to(bucket.dtype), self._params)
+            return bucket.unpack(gather(sent), num_shards)
+
+        return _unpack(self._params, by_number(packed, unpacked))
+
+    def _sent(self, bucket: Bucket, sent: Tensor, params: Sequence[FSDPParam]) -> Tensor:
+        return self._log.sends("all-gather", sent, bucket.numbers, params)
 
     def _gather_within(self, larger: Tensor) -> Tensor:
         groups, width = self._smaller_groups, larger.shape[-1]
@@ -179,7 +196,7 @@ class AllGather:
         buckets = self._plan(params, [each.dtype for each in sent])
         for param in params:
             param.expect_on_all_ranks("all-gather")
-        return _unpack(params, self._gather(buckets, sent))
+        return _unpack(params, self._gather(buckets, sent, params))
 
     def as_stored(self, params: Sequence[FSDPParam], shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the unsharded tensors of ``shards``, in their dtype: of some of the unit's
@@ -194,12 +211,19 @@ class AllGather:
         gathered = self._gather(buckets_for(dict(enumerate(tensors)), self._limit), tensors)
         return [gathered[at] for at in range(len(tensors))]
 
-    def _gather(self, buckets: Sequence[Bucket], sent: Sequence[Tensor]) -> dict[int, Tensor]:
+    @torch.no_grad()
+    def _gather(
+        self,
+        buckets: Sequence[Bucket],
+        sent: Sequence[Tensor],
+        params: Sequence[FSDPParam] = (),
+    ) -> dict[int, Tensor]:
         gather, num_shards = self._collectives.all_gather, self._collectives.num_shards
-        with torch.no_grad():
-            return by_number(
-                buckets, lambda bucket: bucket.unpack(gather(bucket.pack(sent)), num_shards)
-            )
+
+        def unpacked(bucket: Bucket) -> list[Tensor]:
+            return bucket.unpack(gather(self._sent(bucket, bucket.pack(sent), params)), num_shards)
+
+        return by_number(buckets, unpacked)
 
     def _plan(
         self, params: Sequence[FSDPParam], dtypes: Sequence[torch.dtype]

@@ -296,11 +296,7 @@ class LinearInPieces:
     def _backward_loop(
         self, pieces: Pieces, rows: Tensor, by_class: Tensor, needs: Sequence[bool]
     ) -> Loop:
-        reduction, by = self.group.reduction, self.group.collectives.in_rings("loop")
-
-        def finish(grad: Tensor) -> Tensor:
-            cast = reduction.to_reduce_dtype(grad)
-            return cast if reduction.predivide == 1 else cast / reduction.predivide
+        to_sum, by = self.group.reduction.to_sum, self.group.collectives.in_rings("loop")
 
         def body(values: list[Tensor]) -> list[Tensor]:
             sent, number, by_class, rows = values[-4:]
@@ -308,7 +304,7 @@ class LinearInPieces:
             flat = grad.reshape(-1, len(rows)).t()
             found = [total + flat @ self.gather(sent) for total in values[:-4]]
             if needs[1]:
-                found.append(by.reduce_scatter_product(flat, rows, finish))
+                found.append(by.reduce_scatter_product(flat, rows, to_sum))
             return found
 
         carry = [TensorSpec(tuple(rows.shape), torch.float32)] if needs[0] else []

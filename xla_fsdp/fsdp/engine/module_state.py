@@ -119,9 +119,11 @@ def attach(module: nn.Module, attachment: ModuleState) -> None:
     Register hooks that change names in state dicts after this call.
     """
     module._fsdp_module_state = attachment  # type: ignore[assignment]
-    for _, inner in named_fsdp_modules(module):
+    for name, inner in named_fsdp_modules(module):
         if inner._fsdp_unit is not attachment.unit:
             inner._fsdp_unit.join(attachment.unit)
+            if not inner._fsdp_module_state.part:  # the first of several modules
+                inner._fsdp_unit.group.log.unit = name
     for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
         register(_show_shards)
     module.register_load_state_dict_pre_hook(_translate)

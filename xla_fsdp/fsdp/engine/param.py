@@ -373,6 +373,15 @@ class FSDPParam:
         for owner in self._owners:
             self.slots.refresh(owner)
 
+    def __repr__(self) -> str:
+        shapes = " + ".join(f"{each.names[0]} {list(each.shape)}" for each in self.originals)
+        dtype, layout = self.slots.shard.dtype, self.packing.layout
+        return (
+            f"{type(self).__name__}({shapes}: {layout.shard_numel} elements {dtype} on each of "
+            f"{layout.num_shards} ranks, computes in {self.compute_dtype or dtype}, "
+            f"{self.state.name})"
+        )
+
     def expect_on_all_ranks(self, what: str) -> None:
         """Tell CPU ranks that every one of them traces ``what`` of this parameter now.
 

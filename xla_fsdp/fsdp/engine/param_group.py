@@ -33,6 +33,7 @@ from xla_fsdp.fsdp.engine.param import (
 )
 from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward, reopen
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
+from xla_fsdp.fsdp.engine.schedule_log import ScheduleLog
 
 
 class ShardedState(Enum):
@@ -82,6 +83,7 @@ class FSDPParamGroup:
         smaller: groups of ranks that share larger shards between forward and backward.
 
     Attributes:
+        log: tells what the unit gathers, frees and reduces; has its name.
         gather: all-gathers shards.
         reduction: reduce-scatters gradients.
         sharded_state: what the modules hold.
@@ -103,8 +105,9 @@ class FSDPParamGroup:
         self.collectives = collectives
         self.replicas = replicas or LocalCollectives()
         self.smaller = smaller
-        self.gather = AllGather(self.params, collectives, smaller, config)
-        self.reduction = ReduceScatter(self.params, collectives, self.replicas, config)
+        self.log = ScheduleLog()
+        self.gather = AllGather(self.params, collectives, smaller, config, self.log)
+        self.reduction = ReduceScatter(self.params, collectives, self.replicas, config, self.log)
         self.sharded_state = ShardedState.SHARDED
         self.unsharded: list[Tensor] = []
         self.unsharded_versions: list[int] = []
@@ -117,6 +120,10 @@ class FSDPParamGroup:
         self._not_all_reduced: ReducedBuckets = {}  # reduce-scattered, not summed over replicas
         for param in self.params:
             remember_group(param.leaf, self)
+
+    def __repr__(self) -> str:
+        held = f"{len(self.params)} parameters of {self.collectives.num_shards} ranks"
+        return f"{type(self).__name__}({self.log.unit}: {held})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "stepper": None}  # it steps the original's shards, not the copy's
@@ -236,8 +243,10 @@ class FSDPParamGroup:
         self.unsharded, self.sharded_state = unsharded, state
         self.unsharded_versions = self.versions if versions is None else versions
 
-    def to_sharded(self) -> None:
-        """Point the modules at the shards."""
+    def to_sharded(self, *, kept: bool = False) -> None:
+        """Point the modules at the shards; ``kept`` if autograd keeps the parameters."""
+        if self.params:
+            self.log.frees(kept=kept)
         for param in self.params:
             param.to_sharded()
         # Not after a forward, whose outputs are still to come and may be parameters, and not after

@@ -26,6 +26,7 @@ from xla_fsdp.distributed.collectives import (
 from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.schedule_log import ScheduleLog
 
 ReducedBuckets = dict[Bucket, Tensor]
 """This rank's shards of summed gradients, one packed tensor for each bucket."""
@@ -42,6 +43,7 @@ class ReduceScatter:
         collectives: communication among the ranks that share them.
         replicas: communication among the ranks that hold the same shards.
         config: dtypes and bucket sizes.
+        log: tells of what is reduced.
 
     Attributes:
         dtype: in which gradients are summed; None for their own.
@@ -57,8 +59,10 @@ class ReduceScatter:
         collectives: Collectives,
         replicas: Collectives,
         config: FSDPConfig,
+        log: ScheduleLog,
     ) -> None:
         self._params = tuple(params)
+        self._log = log
         self._collectives = collectives
         self._replicas = replicas
         self.dtype = config.gradient_dtype
@@ -89,6 +93,12 @@ class ReduceScatter:
         """Cast a gradient to the dtype in which it is reduced."""
         return grad if self.dtype is None else grad.to(self.dtype)
 
+    def to_sum(self, grad: Tensor) -> Tensor:
+        """Return a gradient as it is sent to be summed by the caller: cast and divided."""
+        cast = self.to_reduce_dtype(grad)
+        divided = cast if self.predivide == 1 else cast / self.predivide
+        return self._log.sends("reduce-scatter", divided)
+
     # ------------------------------------------------------------ sums
 
     def scatter(
@@ -113,7 +123,8 @@ class ReduceScatter:
         }
         for at in packed:
             self._params[at].expect_on_all_ranks("reduce-scatter of the gradient")
-        return {each: self._scatter(each, packed, by) for each in self._buckets_of(packed)}
+        buckets = self._buckets_of(packed)
+        return {each: self._scatter(each, packed, by, self._params) for each in buckets}
 
     def scatter_alone(self, number: int, grad: Tensor, by: Collectives) -> ReducedBuckets | None:
         """Reduce-scatter the gradient of original parameter ``number`` by these collectives; return
@@ -152,7 +163,10 @@ class ReduceScatter:
         """Sum ``reduced`` over the replicas."""
         if self._replicas.num_shards == 1:
             return reduced
-        return {each: self._replicas.all_reduce("sum", total) for each, total in reduced.items()}
+        return {
+            each: self._replicas.all_reduce("sum", self._log.sends("all-reduce", total))
+            for each, total in reduced.items()
+        }
 
     def sum_replicas_of(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Sum tensors of any shapes, by number, over the replicas."""
@@ -229,8 +243,11 @@ class ReduceScatter:
         return packed.reshape(self._collectives.num_shards, -1)
 
     def _buckets_of(self, tensors: Mapping[int, Tensor]) -> tuple[Bucket, ...]:
-        """Return buckets for gradients, given by number of the parameter."""
-        dtypes = {at: self.dtype or tensor.dtype for at, tensor in tensors.items()}
+        return self.plan({at: tensor.dtype for at, tensor in tensors.items()})
+
+    def plan(self, found: Mapping[int, torch.dtype]) -> tuple[Bucket, ...]:
+        """Return buckets for gradients of these dtypes, by number of the parameter."""
+        dtypes = {at: self.dtype or dtype for at, dtype in found.items()}
         if self.comm_hook is not None:
             numels = {at: (self._params[at].packing.layout.shard_numel,) for at in dtypes}
             return plan_buckets(numels, dtypes, math.inf)
@@ -241,9 +258,16 @@ class ReduceScatter:
             self._buckets[key] = plan_buckets(shapes, dtypes, self._limit, copies)
         return self._buckets[key]
 
-    def _scatter(self, bucket: Bucket, packed: Mapping[int, Tensor], by: Collectives) -> Tensor:
+    def _scatter(
+        self,
+        bucket: Bucket,
+        packed: Mapping[int, Tensor],
+        by: Collectives,
+        params: Sequence[FSDPParam] = (),
+    ) -> Tensor:
         gathered = bucket.pack_gathered(packed)
         gathered = gathered if self.dtype is None else gathered.to(self.dtype)
+        self._log.sends("reduce-scatter", gathered, bucket.numbers, params)
         if self.comm_hook is not None and gathered.numel():
             flat = gathered.reshape(by.num_shards, -1)[:, : sum(bucket.sizes)]
             return bucket.pack_flat([self.comm_hook(flat)])

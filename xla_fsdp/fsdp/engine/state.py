@@ -424,6 +424,9 @@ class FSDPState:
         self._dummies = Dummies(dtypes, device)
         self._loops = LoopCache()  # of large weights
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.group.log.unit}: {self.state.name}, {self.group!r})"
+
     def join(self, root: FSDPState) -> None:
         """Share the context of ``root``, a unit around this one."""
         self.settings.is_root = False
@@ -777,9 +780,9 @@ class FSDPState:
             raise self._changed_in_place(changed)
 
     def _reshard_after(self, current: ForwardPass) -> None:
-        if self.state is ShardedState.FORWARD:
-            self.group.to_sharded()
         call = current.call
+        if self.state is ShardedState.FORWARD:
+            self.group.to_sharded(kept=not call.reshards)
         reshard = Reshard(self.group, call.versions, freed=call.reshards)
         current.saved.reshard(reshard, self._dummies if call.reshards else None)
 

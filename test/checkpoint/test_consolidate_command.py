@@ -20,7 +20,7 @@ import torch
 
 from test.common.ranks import ROOT, environment, run_python
 from test.common.saving import save_step
-from test.common.shard_maker import bits, every_kind, snapshot
+from test.common.shard_maker import bits, every_kind, snapshot, with_optimizer
 from xla_fsdp import consolidate_sharded_ckpts
 from xla_fsdp.checkpoint import command, consistency, copying, model_files, outputs
 from xla_fsdp.checkpoint.storage import AtomicFiles
@@ -377,7 +377,32 @@ def test_a_merged_file_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "whole    embed.weight  float32 [37, 11]" in out
         assert "verified " in out
         assert main([str(file)]) == 2
-        assert "is one file, and no prefix of shard files; 'inspect" in capsys.readouterr().err
+        assert "holds a whole model of " in capsys.readouterr().err
+    assert main([f"{tmp_path}/mnist_rank-00000000-of-00000002.pth"]) == 2
+    assert "is one file, and no prefix of shard files; 'inspect" in capsys.readouterr().err
+
+
+def test_what_is_merged_already_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with_optimizer().save(tmp_path, 2)
+    hugging_face = ["--save_path", "hf/", "--max_shard_size", "2KB"]
+    assert main(["--ckpt_prefix", f"{tmp_path}/mnist", *hugging_face]) == 0
+    Path("one").mkdir()
+    assert main(["--ckpt_prefix", f"{tmp_path}/mnist", "--save_path", "one/model.pth"]) == 0
+    capsys.readouterr()
+    for folder in ("hf", "one"):
+        for arguments in ([folder], ["convert", folder, "--to", "dcp"]):
+            assert main(arguments) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert f": {folder}: holds a whole model of " in line
+            assert f"nothing to merge. 'inspect {folder}' lists them" in line
+    save_step(tmp_path / "run", 1, 1)
+    (shard,) = Path("run/step_00000001").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert main(["run"]) == 2  # a damaged shard is no whole model
+    assert "whole model" not in capsys.readouterr().err
 
 
 def test_two_merges_are_equal_to_the_byte(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from test.common.saving import save_step
 from test.common.shard_maker import bits, with_optimizer
 from xla_fsdp.checkpoint import CheckpointError
 from xla_fsdp.checkpoint.read_model import open_model
@@ -111,6 +112,11 @@ def test_files_that_do_not_belong_together(
     (tmp_path / "run").mkdir()
     with pytest.raises(CheckpointError, match="are merged first: consolidate_sharded_ckpts"):
         open_model(tmp_path / "run")
+    save_step(tmp_path / "steps", 1, 1)
+    (shard,) = tmp_path.glob("steps/*/*.safetensors")
+    for path in (shard, folder / "mnist_rank-00000000-of-00000002.pth"):
+        with pytest.raises(CheckpointError, match=r"is one rank's shard, .* Merge those of all"):
+            open_model(path)
     file = tmp_path / "full.safetensors"
     data = (folder / "full.safetensors").read_bytes()
     file.write_bytes(data.replace(b"crc32:", b"crc31:"))

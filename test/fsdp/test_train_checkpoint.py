@@ -200,7 +200,8 @@ def load_ties(directory: Path) -> dict[str, Any]:
 
 
 def errors(rank: int, folder: Path) -> dict[str, str]:
-    from xla_fsdp import load_checkpoint, save_checkpoint
+    from xla_fsdp import XlaFullyShardedDataParallel as fsdp_class
+    from xla_fsdp import load_checkpoint, optim_state_dict, save_checkpoint
 
     model = fsdp(make(Everything))
     other = torch.optim.SGD(make(Net).parameters(), lr=0.1)
@@ -222,6 +223,11 @@ def errors(rank: int, folder: Path) -> dict[str, str]:
         "class": message(lambda: load_checkpoint(folder / "adamw", model, sgd)),
         "scheduler": message(lambda: load_without_scheduler(folder / "ties")),
     }
+    with fsdp_class.summon_full_params(model, writeback=False):
+        found["summoned"] = message(lambda: save_checkpoint(folder / "y", model, step=1))
+        found["summoned load"] = message(lambda: load_checkpoint(folder / "adamw", model))
+        found["summoned optimizer"] = message(lambda: optim_state_dict(model, sgd))
+    found["nothing written"] = message(lambda: load_checkpoint(folder / "y", model))
     found["unchanged"] = str(before == host_bits(model) and not sgd.state)
     return found
 
@@ -555,7 +561,7 @@ def test_errors_are_the_same_on_all_ranks_and_leave_everything_alone() -> None:
     assert found["wrapped"].startswith("TypeError: model is a Linear; expected the outermost")
     assert found["step"] == "ValueError: step=-1; expected a whole number, 0 or more"
     assert found["no number"] == "ValueError: step=None; expected a whole number, 0 or more"
-    assert found["keep"] == "ValueError: keep_last=0; expected None or a whole number, 1 or more"
+    assert found["keep"] == "ValueError: keep_last=0; expected a whole number, 1 or more"
     assert found["format"] == "ValueError: file_format='zip'; expected one of safetensors, pth"
     assert "rank 1: extra.lambda is a builtin_function_or_method, which" in found["extra"]
     assert "ranks 0, 1: group 0 of SGD has a parameter of shape (11, 5)" in found["foreign"]
@@ -565,6 +571,9 @@ def test_errors_are_the_same_on_all_ranks_and_leave_everything_alone() -> None:
     assert found["step's kind"] == "ValueError: step=True; expected a whole number, 0 or more"
     assert "group 0 of the optimizer joins parameters of several groups" in found["class"]
     assert re.search(r"step_0+\d+: the checkpoint holds no lr_scheduler; load", found["scheduler"])
+    for name in ("summoned", "summoned load", "summoned optimizer"):
+        assert "the model holds full parameters, not shards (a unit is in state" in found[name]
+    assert "/y holds no complete step" in found["nothing written"]
     assert found["unchanged"] == "True"
     wrong = outcomes()[3][0]["wrong"]
     assert "is of another kind of optimizer: it has dampening, momentum" in wrong

@@ -47,6 +47,7 @@ from xla_fsdp.checkpoint.outputs import (
     write_outputs,
 )
 from xla_fsdp.checkpoint.plan import identify, make_plan
+from xla_fsdp.checkpoint.read_model import open_model
 from xla_fsdp.checkpoint.shard_files import (
     DCP_METADATA,
     SAFETENSORS,
@@ -226,9 +227,23 @@ def look_at_shards(
     except CheckpointError as error:
         return [], error.problems
     shards, problems = _open_shards(paths, output or output_path(ckpt_prefix, ""))
-    if not shards and not problems:
-        problems = [nothing_found(ckpt_prefix, ckpt_suffix)]
+    if not shards:
+        problems = _whole_model(ckpt_prefix) or problems
+        problems = problems or [nothing_found(ckpt_prefix, ckpt_suffix)]
     return shards, problems + find_problems(shards, optimizer=optimizer)
+
+
+def _whole_model(path: str) -> list[str]:
+    """Return a line that says so, if a path is that of a whole model, which people give, too."""
+    try:
+        found = len(open_model(path))
+    except CheckpointError:
+        return []
+    return [
+        f"{path}: holds a whole model of {found} tensors, not one rank's shards, so there is "
+        f"nothing to merge. 'inspect {path}' lists them; init_from_checkpoint loads them, and "
+        f"from_pretrained a directory"
+    ]
 
 
 def _open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[str]]:

@@ -6,6 +6,7 @@ An argument ``where`` is the path of a value in the metadata, such as ``params.2
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -46,6 +47,23 @@ def raise_if(problems: Sequence[str]) -> None:
     """Raise one ``CheckpointError`` for all problems, if there are any."""
     if problems:
         raise CheckpointError(problems)
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """Return a number that a user gave: an int, or what can be an index, as numpy's can.
+
+    Raises:
+        ValueError: if it is something else, a bool, or less than ``least``.
+    """
+    number = operator.index(value) if hasattr(value, "__index__") else least - 1
+    if isinstance(value, bool) or number < least:
+        raise ValueError(f"{name}={value!r}; expected a whole number, {least} or more")
+    return number
+
+
+def number_or_none(name: str, value: Any) -> int | None:
+    """Return a number from 1 on as ``whole_number`` does; None as it is."""
+    return None if value is None else whole_number(name, value, 1)
 
 
 def lines_of(error: Exception) -> list[str]:

@@ -14,7 +14,7 @@ from xla_fsdp.checkpoint.checksum import is_checksum
 from xla_fsdp.checkpoint.copying import VerifiedTensors
 from xla_fsdp.checkpoint.errors import CheckpointError, listed, raise_if, shown
 from xla_fsdp.checkpoint.model_files import CHECKSUMS
-from xla_fsdp.checkpoint.safetensors_file import read_header, tensor_of
+from xla_fsdp.checkpoint.safetensors_file import METADATA_KEY, read_header, tensor_of
 from xla_fsdp.checkpoint.shard_files import SAFETENSORS
 from xla_fsdp.checkpoint.tensor_source import (
     LocalFile,
@@ -117,6 +117,7 @@ def _problems(index: str, folder: str, names: Iterable[str]) -> Iterator[str]:
 def _of_safetensors(path: str) -> dict[str, TensorSource]:
     file = LocalFile(path)
     header = read_header(file, path)
+    _refuse_shard(path, METADATA_KEY in header.metadata)
     try:
         checksums = json.loads(header.metadata.get(CHECKSUMS, "{}"))
         sound = all(isinstance(each, str) and is_checksum(each) for each in checksums.values())
@@ -130,10 +131,20 @@ def _of_safetensors(path: str) -> dict[str, TensorSource]:
 
 
 def _of_torch(path: str) -> dict[str, TensorSource]:
-    content = read_torch_file(path)
-    state = content.get("model", content) if isinstance(content, dict) else content
+    read = read_torch_file(path)
+    content = read if isinstance(read, dict) else {}
+    _refuse_shard(path, "shard_metadata" in content)
+    state = content.get("model", content)
     values = state if isinstance(state, dict) else {}
     tensors = {name: value for name, value in values.items() if isinstance(value, TensorSource)}
     if not tensors:
         raise CheckpointError(f"{path}: holds no state dict")
     return tensors
+
+
+def _refuse_shard(path: str, is_shard: bool) -> None:
+    if is_shard:
+        raise CheckpointError(
+            f"{path}: is one rank's shard, not a whole model. Merge those of all ranks first: "
+            f"consolidate_sharded_ckpts --ckpt_prefix {os.path.dirname(path)}"
+        )

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import index
 from typing import Any
 
 from xla_fsdp.checkpoint.checksum import digest
@@ -92,7 +93,7 @@ def plan_reshard(
         CheckpointError: if such files cannot hold a value, or ``world_size`` or ``step`` is out of
             range.
     """
-    directory = full_path(directory)
+    directory, world_size, step = full_path(directory), index(world_size), index(step)
     if not 1 <= world_size <= 1_000_000:
         raise CheckpointError(f"--to_world_size {world_size} must be from 1 to 1,000,000")
     if not 0 <= step <= 10**15:

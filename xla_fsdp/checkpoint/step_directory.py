@@ -29,7 +29,7 @@ from functools import partial
 from math import isfinite, isnan
 from typing import NamedTuple
 
-from xla_fsdp.checkpoint.errors import CheckpointError
+from xla_fsdp.checkpoint.errors import CheckpointError, whole_number
 from xla_fsdp.checkpoint.format import JobRecord, Marker
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 
@@ -92,8 +92,7 @@ class Best:
             raise ValueError(f"metric={self.metric!r}; expected the name of a metric")
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode={self.mode!r}; expected 'min' or 'max'")
-        if not isinstance(self.keep, int) or isinstance(self.keep, bool) or self.keep < 1:
-            raise ValueError(f"keep={self.keep!r}; expected a whole number, 1 or more")
+        whole_number("keep", self.keep, 1)
 
     def ordered(self, metrics: Mapping[Attempt, Mapping[str, float]]) -> list[Attempt]:
         """Return the attempts that have the metric, the best and latest first."""

@@ -17,7 +17,12 @@ import torch
 from torch.optim import Optimizer
 
 from xla_fsdp.checkpoint.checksum import digest
-from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    number_or_none,
+    raise_if,
+    whole_number,
+)
 from xla_fsdp.checkpoint.model_files import Rule, check_prefixes
 from xla_fsdp.checkpoint.reshard import Selection
 from xla_fsdp.checkpoint.save_step import Ranks, disagreements
@@ -37,7 +42,6 @@ from xla_fsdp.fsdp.train_checkpoint import (
     Stateful,
     TrainState,
     check_wrapped,
-    checked_step,
     go_on_from,
     load_together,
     own_ranks,
@@ -166,13 +170,6 @@ class CheckpointManager:
     ) -> None:
         if (local_directory is None) != (local_interval_steps is None):
             raise ValueError("local_directory and local_interval_steps: pass both or none")
-        _check_positive(
-            save_interval_steps=save_interval_steps,
-            keep_last=keep_last,
-            keep_period=keep_period,
-            local_interval_steps=local_interval_steps,
-            local_keep_last=local_keep_last,
-        )
         if not isinstance(best, str | Best | None):
             raise ValueError(
                 f"best={best!r}; expected the name of a metric, or Best(name, mode, keep)"
@@ -182,12 +179,18 @@ class CheckpointManager:
                 raise ValueError(f"{name}={flag!r}; expected True or False")
         self._best = Best(best) if isinstance(best, str) else best
         self._asynchronous, self._take_over = async_, take_over
-        keep = Keep(keep_last, keep_period, self._best)
-        self._tiers = [_Tier(open_storage(directory), save_interval_steps, keep)]
-        if local_directory is not None and local_interval_steps is not None:
-            keep = Keep(local_keep_last)
+        keep = Keep(
+            number_or_none("keep_last", keep_last),
+            number_or_none("keep_period", keep_period),
+            self._best,
+        )
+        interval = whole_number("save_interval_steps", save_interval_steps, 1)
+        local_keep = Keep(whole_number("local_keep_last", local_keep_last, 1))
+        local_interval = number_or_none("local_interval_steps", local_interval_steps)
+        self._tiers = [_Tier(open_storage(directory), interval, keep)]
+        if local_directory is not None and local_interval is not None:
             local, run = open_storage(local_directory), self._tiers[0].storage.where.rstrip("/")
-            self._tiers.append(_Tier(local, local_interval_steps, keep, run))
+            self._tiers.append(_Tier(local, local_interval, local_keep, run))
         self._pending: PendingSave | None = None
         self._saved: int | None = None
 
@@ -220,7 +223,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: on all ranks, as by ``save_checkpoint``.
         """
-        number = checked_step(step)
+        number = whole_number("step", step, 0)
         check_wrapped(model)
         tier = self._due(number, force)
         if tier is None or number == self._saved:
@@ -276,8 +279,8 @@ class CheckpointManager:
                 ``step`` is not there; if the model or the objects are other ones.
         """
         check_wrapped(model)
-        if step not in (None, "best"):
-            checked_step(step)
+        if step is not None and step != "best":
+            step = whole_number("step", step, 0)
         self.wait()
         wait_for_earlier(model)
         ranks = own_ranks()
@@ -466,9 +469,3 @@ def _selection(
     check_prefixes(prefixes, names)
     return Selection(lambda name: name.startswith(prefixes), strict, rules)
 
-
-def _check_positive(**numbers: Any) -> None:
-    for name, value in numbers.items():
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and (not whole or value < 1):
-            raise ValueError(f"{name}={value!r}; expected a whole number, 1 or more")

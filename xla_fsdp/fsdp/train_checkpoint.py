@@ -25,7 +25,9 @@ from xla_fsdp.checkpoint.errors import (
     MismatchError,
     find_bad_names,
     lines_of,
+    number_or_none,
     raise_if,
+    whole_number,
 )
 from xla_fsdp.checkpoint.format import (
     SUFFIXES,
@@ -429,9 +431,10 @@ def save_checkpoint(
             asynchronous save; if ranks disagree about ``step``, ``keep_last`` or ``file_format``;
             if another job owns ``directory``.
     """
-    number = checked_step(step)
-    _check_arguments(model, keep_last, file_format)
-    options = SaveOptions(Keep(keep_last), asynchronous, file_format, take_over)
+    number = whole_number("step", step, 0)
+    keep = Keep(number_or_none("keep_last", keep_last))
+    _check_arguments(model, file_format)
+    options = SaveOptions(keep, asynchronous, file_format, take_over)
     objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
     return start_save(directory, model, optimizer, objects, extra, number, options)
 
@@ -528,7 +531,7 @@ def load_checkpoint(
     """
     check_wrapped(model)
     if step is not None:
-        checked_step(step)
+        step = whole_number("step", step, 0)
     wait_for_earlier(model)
     objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
     ranks = own_ranks()
@@ -577,16 +580,8 @@ def go_on_from(model: ShardedModule, owners: frozenset[str]) -> None:
     _replaced[model] = _replaced.get(model, frozenset()) | owners
 
 
-def checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"step={step!r}; expected a whole number, 0 or more")
-    return step
-
-
-def _check_arguments(model: Any, keep_last: Any, file_format: str) -> None:
+def _check_arguments(model: Any, file_format: str) -> None:
     check_wrapped(model)
-    if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
-        raise ValueError(f"keep_last={keep_last!r}; expected None or a whole number, 1 or more")
     if file_format not in SUFFIXES:
         raise ValueError(f"file_format={file_format!r}; expected one of {', '.join(SUFFIXES)}")
 

@@ -176,9 +176,19 @@ def _outermost(module: nn.Module) -> Iterator[FSDPState]:
 
 def reshard_units(module: nn.Module) -> None:
     """Reshard all units in ``module`` that hold unsharded parameters after ``unshard``, or after
-    backward without ``reshard_after_backward``."""
+    backward without ``reshard_after_backward``.
+
+    Raises:
+        RuntimeError: if others are in use.
+    """
     for unit in units_in(module):
+        unit.context.abandon()
         unit.reshard()
+        if unit.state is not ShardedState.SHARDED:
+            raise RuntimeError(
+                f"the model holds full parameters, not shards (a unit is in state "
+                f"{unit.state.name}): do this outside of forward, backward and summon_full_params"
+            )
 
 
 def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:

@@ -32,6 +32,7 @@ RAISE_AGAIN = {
 TAKE_ALL = {
     "checkpoint/dcp_files.py _checked_metadata": 1,
     "checkpoint/dcp_files.py _item": 1,
+    "checkpoint/dcp_files.py create_stream": 1,
     "checkpoint/dcp_files.py resolve_data": 1,
     "checkpoint/remote_storage.py _write": 2,
     "checkpoint/remote_storage.py _write_parts": 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -100,6 +101,23 @@ def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
     with AtomicFiles(overwrite=False) as files:
         files.add(str(tmp_path / "d"))
     assert left_in(tmp_path) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("size", [10, 600])
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
+def test_a_file_that_may_not_grow_leaves_nothing(
+    shards: Path, capsys: pytest.CaptureFixture[str], output: list[str], size: int
+) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
+    try:
+        code = main(arguments(shards, output))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("could not be written: File too large")
+    assert left_in(shards / "out") == []
 
 
 def test_a_failure_of_dcp_has_a_reason(

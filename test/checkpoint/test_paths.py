@@ -88,6 +88,15 @@ def test_a_tilde_is_the_home_directory(
     assert [path.name for path in here.iterdir()] == ["other"]
 
 
+def test_a_url_that_pathlib_has_changed_is_refused(here: Path) -> None:
+    for use in (open_storage, lambda path: plan_reshard([], path, 1)):
+        with pytest.raises(CheckpointError, match="'gs:/bucket/run' is what pathlib makes of a"):
+            use(Path("gs://bucket") / "run")
+    assert main(["gs:/bucket/run"]) == 2
+    for name in ("./gs:/bucket", "c:/run"):
+        assert open_storage(name).where == f"{here}/{name}"
+
+
 def test_an_empty_path_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = "is empty; expected one ('.' is the working directory)"
     for use in (open_storage, open_shard, lambda path: plan_reshard([], path, 1)):

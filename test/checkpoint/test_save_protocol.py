@@ -263,11 +263,11 @@ class Disk:
         class File(io.FileIO):
             def write(self, data: Any) -> int:
                 with disk.lock:
+                    if not disk.room:
+                        raise OSError(errno.ENOSPC, "No space left on device")
                     written = super().write(memoryview(data)[: disk.room])
                     disk.room -= written
-                if written < len(data):
-                    raise OSError(errno.ENOSPC, "No space left on device")
-                return written
+                    return written
 
         return File(path, mode)
 

@@ -106,7 +106,9 @@ def intervals(rank: int, folder: Path) -> Any:
             set_to(model, step)
             counter.at = 10 * step + rank
             saved.append(
-                manager.save(np.int64(step), model, metrics={"loss": step / 2}, objects={"data": counter})
+                manager.save(
+                    np.int64(step), model, metrics={"loss": step / 2}, objects={"data": counter}
+                )
             )
         saved += [manager.save(7, model, extra="last", force=True) for _ in range(2)]
     again, counter = new_model(0.0), Counter()

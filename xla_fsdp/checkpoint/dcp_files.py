@@ -24,6 +24,7 @@ import zipfile
 import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -212,6 +214,7 @@ def _save(
 
     content = convert_tensors(dcp_content(full, torchtitan=torchtitan), empty)
     writer = dcp.FileSystemWriter(path, thread_count=options.threads or default_threads())
+    writer.fs = files = _Files()
     planner = _SavePlanner(sources, options.progress)
     try:
         with warnings.catch_warnings():
@@ -221,6 +224,7 @@ def _save(
     except dcp.CheckpointException as error:  # a BaseException, which nobody else would handle
         first, _ = next(iter(error.failures.values()))
         planner.failures.append(first)
+    planner.failures[:0] = files.failures
     planner.end()
     _checked_metadata(path)  # DCP does not tell when one of its threads could not write
     return planner.crcs
@@ -243,6 +247,21 @@ class _Rows:
         stop = (self.first + self.count) * row
         spec = TensorSpec(self.source.dtype, self.shape)
         return TensorSource(spec, self.source.elements(self.first * row, stop)).load()
+
+
+class _Files(FileSystem):
+    """Keeps what fails in DCP's threads, which would only print it; its files are deleted."""
+
+    def __init__(self) -> None:
+        self.failures: list[BaseException] = []
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except Exception as error:  # what torch raises then is about an archive without an end
+            self.failures.append(error.__context__ or error)
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -291,7 +310,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         for thread in self._threads - {current_thread()}:
             thread.join()
         for first in self.failures[:1]:
-            if isinstance(first, CheckpointError) or not isinstance(first, Exception):
+            if isinstance(first, CheckpointError | OSError) or not isinstance(first, Exception):
                 raise first
             raise OSError(f"{type(first).__name__}: {first}") from first
 

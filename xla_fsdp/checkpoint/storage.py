@@ -8,6 +8,7 @@ uploaded.
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import re
 import secrets
@@ -19,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from xla_fsdp.checkpoint.errors import CheckpointError, failing, failure
 from xla_fsdp.checkpoint.tensor_source import (
@@ -191,9 +192,7 @@ class LocalStorage:
             temporary = files.add(path)
             with failing(path), open(temporary, "wb", buffering=0) as file:
                 for chunk in chunks:
-                    rest = memoryview(chunk)
-                    while rest:
-                        rest = rest[file.write(rest) :]
+                    _write(file, chunk)
             files.commit()
 
     def put(self, name: str, data: bytes) -> None:
@@ -210,7 +209,7 @@ class LocalStorage:
             raise failure(path, "could not be written", error) from error
         try:
             with failing(path), file:
-                file.write(data)
+                _write(file, data)
         except CheckpointError:
             _remove(str(path))
             with suppress(OSError):  # other ranks may have put files there
@@ -453,6 +452,13 @@ def fetch(url: str, folder: str) -> str:
         for at in range(0, source.nbytes, UPLOADED):
             file.write(read_bytes(source, at, min(UPLOADED, source.nbytes - at)))
     return path
+
+
+def _write(file: BinaryIO | io.FileIO, data: Buffer) -> None:
+    """Write all of ``data``: a disk that is about to be full takes a part, and then fails."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def make_folder(path: Path) -> list[Path]:

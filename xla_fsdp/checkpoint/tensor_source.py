@@ -42,14 +42,19 @@ def full_path(path: str | os.PathLike[str], name: str = "the path") -> str:
     slash at its end. ``name`` is what an error calls it.
 
     Raises:
-        CheckpointError: if the path is empty, as where a variable of a shell is not set, or has a
-            zero byte.
+        CheckpointError: if the path is empty, as where a variable of a shell is not set, has a zero
+            byte, or is a URL that has lost a slash.
     """
     text = os.fspath(path).removeprefix(LOCAL)
     if not text:
         raise CheckpointError(f"{name} is empty; expected one ('.' is the working directory)")
     if "\0" in text:
         raise CheckpointError(f"{name}: {text!r} has a zero byte, which no path has")
+    if re.match(r"[A-Za-z][\w+.-]+:/(?!/)", text):  # Path("gs://bucket") is "gs:/bucket"
+        raise CheckpointError(
+            f"{name}: {text!r} is what pathlib makes of a URL: give it as a string, with two "
+            f"slashes (of a directory of this name, ./{text})"
+        )
     if "://" in text:
         return re.sub(r"(?<=[^:/])/+$", "/", text)
     return os.path.join(os.getcwd(), os.path.expanduser(text))

@@ -468,4 +468,3 @@ def _selection(
         raise CheckpointError(f"only={only!r}; expected a function, or prefixes of names")
     check_prefixes(prefixes, names)
     return Selection(lambda name: name.startswith(prefixes), strict, rules)
-

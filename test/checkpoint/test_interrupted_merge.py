@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from test.common.ranks import run_warm
+from test.common.saving import save_step
 from test.common.shard_maker import with_optimizer
 from xla_fsdp.checkpoint import copying, dcp_files
 from xla_fsdp.checkpoint.storage import AtomicFiles, remove_abandoned
@@ -87,6 +90,32 @@ def test_what_a_killed_merge_leaves_is_removed_by_the_next(shards: Path, output:
     assert main(arguments(shards, ["other.pth" if output[0] != "hf/" else "hf/"])) == 0
     assert not any(".xla_fsdp.tmp" in name for name in left_in(shards / "out"))
     assert ".notes.tmp" in left_in(shards / "out")
+
+
+@pytest.mark.parametrize("remote", ["input", "output"])
+def test_what_a_killed_merge_has_copied_is_removed_by_the_next(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, remote: str
+) -> None:
+    """Torch files at URLs, and files on their way to a URL, are on this machine for a time."""
+    folder, out = shards / "temporary", shards / "out" / "full.pth"
+    folder.mkdir()
+    save_step(shards / "run", 1, 2, suffix="pth")
+    of_url = {remote: "local://"}
+    merge = ["--ckpt_prefix", f"{of_url.get('input', '')}{shards}/run"]
+    merge += ["--save_path", f"{of_url.get('output', '')}{out}"]
+    code = f"""
+import runpy, sys, tempfile
+tempfile.tempdir, sys.argv = {str(folder)!r}, {["", *merge]!r}
+runpy.run_module("test.common.killed_merge", run_name="__main__")
+"""
+    killed = run_warm("-c", code)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(list(folder.iterdir())) > 0
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert main(merge) == 0
+    gc.collect()
+    assert left_in(folder) == []
+    assert left_in(shards / "out") == ["full.pth"]
 
 
 def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:

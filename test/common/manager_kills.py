@@ -2,8 +2,8 @@
 
 ``python -m test.common.manager_kills <directory> <number of kills> <seed> <kind>`` prints one JSON
 object; the kinds are "local" and "bucket", which is where the first tier is. Every job goes on
-where the one before was killed; in a third of the rounds the disk is lost, too. Jobs are forked
-from one process, which has imported everything.
+where the one before was killed, on 1 to 4 ranks; in a third of the rounds the disk is lost, too.
+Jobs are forked from one process, which has imported everything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 from test.common.kills import bucket, forked, local_disk
 from xla_fsdp import CheckpointManager, XlaFullyShardedDataParallel, launch, one_rank_at_a_time
 
-RANKS = 2
+SIZES = (2, 3, 1, 4)
 EVERY = 3
 """Steps from one save to the store to the next; all others go to the disk."""
 LONGEST = 1.0
@@ -42,7 +42,8 @@ def main(directory: str, kills: int, seed: int, kind: str) -> dict[str, Any]:
     with (bucket if kind == "bucket" else local_disk)(f"{directory}/run") as where:
         for _ in range(kills):
             least = max(known.values())
-            lines = killed(where, str(disk), chance.uniform(0, LONGEST), least)
+            ranks = SIZES[found["kills"] % len(SIZES)]
+            lines = killed(where, str(disk), ranks, chance.uniform(0, LONGEST), least)
             found["problems"] += said(lines, "wrong: ")
             found["went on from"] += map(int, said(lines, "from "))
             for step in map(int, said(lines, "done ")):
@@ -59,12 +60,12 @@ def said(lines: list[str], what: str) -> list[str]:
     return [line.removeprefix(what) for line in lines if line.startswith(what)]
 
 
-def killed(where: str, disk: str, seconds: float, least: int) -> list[str]:
+def killed(where: str, disk: str, ranks: int, seconds: float, least: int) -> list[str]:
     """What a job said before it was killed."""
 
     def work(pipe: int) -> None:
         os.setpgid(0, 0)
-        launch(train, (where, disk, pipe, least), num_ranks=RANKS)
+        launch(train, (where, disk, pipe, least), num_ranks=ranks)
 
     child, pipe = forked(work)
     os.set_blocking(pipe, False)
@@ -113,7 +114,12 @@ def train(rank: int, where: str, disk: str, pipe: int, least: int) -> None:
         say(f"wrong: step {least} was complete, but the latest is {step}")
     if restored is not None:
         values = {v for p in model.parameters() for v in p.detach().cpu().flatten().tolist()}
-        if values - {float(step), 0.0} or restored.extra != [step, xr.global_ordinal()]:
+        ranks, extra = xr.world_size(), restored.extra
+        if values - {float(step), 0.0} or extra != [
+            step,
+            rank if extra[2] == ranks else 0,
+            extra[2],
+        ]:
             say(f"wrong: step {step} holds {values} and {restored.extra}")
         say(f"from {step}")
     chance = random.Random(step)
@@ -122,7 +128,7 @@ def train(rank: int, where: str, disk: str, pipe: int, least: int) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(float(step))
-        manager.save(step, model, optimizer, extra=[step, xr.global_ordinal()])
+        manager.save(step, model, optimizer, extra=[step, rank, xr.world_size()])
         if step - 1 > (restored.step if restored else 0):
             say(f"done {step - 1}")
         if chance.random() < 0.3:

@@ -200,8 +200,12 @@ def load_ties(directory: Path) -> dict[str, Any]:
 
 
 def errors(rank: int, folder: Path) -> dict[str, str]:
-    from xla_fsdp import XlaFullyShardedDataParallel as fsdp_class
-    from xla_fsdp import load_checkpoint, optim_state_dict, save_checkpoint
+    from xla_fsdp import (
+        XlaFullyShardedDataParallel,
+        load_checkpoint,
+        optim_state_dict,
+        save_checkpoint,
+    )
 
     model = fsdp(make(Everything))
     other = torch.optim.SGD(make(Net).parameters(), lr=0.1)
@@ -223,7 +227,7 @@ def errors(rank: int, folder: Path) -> dict[str, str]:
         "class": message(lambda: load_checkpoint(folder / "adamw", model, sgd)),
         "scheduler": message(lambda: load_without_scheduler(folder / "ties")),
     }
-    with fsdp_class.summon_full_params(model, writeback=False):
+    with XlaFullyShardedDataParallel.summon_full_params(model, writeback=False):
         found["summoned"] = message(lambda: save_checkpoint(folder / "y", model, step=1))
         found["summoned load"] = message(lambda: load_checkpoint(folder / "adamw", model))
         found["summoned optimizer"] = message(lambda: optim_state_dict(model, sgd))

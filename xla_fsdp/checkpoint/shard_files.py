@@ -8,14 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape, glob
-from tempfile import mkdtemp
 from typing import Any
-from weakref import finalize
 
 from xla_fsdp.checkpoint.alike_files import AlikeFile, AlikeFiles, FileTensors, Moved
 from xla_fsdp.checkpoint.checksum import digest, is_checksum, written
@@ -43,7 +40,7 @@ from xla_fsdp.checkpoint.safetensors_file import (
     shard_metadata_of,
 )
 from xla_fsdp.checkpoint.step_directory import MARKER, check_step, complete_attempts
-from xla_fsdp.checkpoint.storage import fetch, is_url, open_storage, split_path
+from xla_fsdp.checkpoint.storage import Staging, fetch, is_url, open_storage, split_path
 from xla_fsdp.checkpoint.tensor_source import (
     LOCAL,
     ByteSource,
@@ -507,22 +504,14 @@ class TorchLayout(Layout):
         }
 
 
-class _LocalCopy:
-    """A copy of a remote file, which is deleted with this object."""
-
-    def __init__(self, url: str) -> None:
-        folder = mkdtemp(prefix="xla_fsdp-")
-        finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.path = fetch(url, folder)
-
-
 def open_remote_torch(url: str) -> Shard:
     """Open the shard in a torch file at a URL, of which it makes a local copy."""
-    copy = _LocalCopy(url)
+    copy = Staging()
+    path = fetch(url, copy.path)
     try:
-        shard = open_torch(copy.path)
+        shard = open_torch(path)
     except CheckpointError as error:
-        lines = [line.replace(copy.path, url) for line in error.problems]
+        lines = [line.replace(path, url) for line in error.problems]
         raise CheckpointError(lines) from error
     return replace(shard, source=url, copy=copy)
 

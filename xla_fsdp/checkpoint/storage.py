@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
+from weakref import finalize
 
 from xla_fsdp.checkpoint.errors import CheckpointError, failing, failure
 from xla_fsdp.checkpoint.tensor_source import (
@@ -276,7 +277,7 @@ class AtomicFiles:
         self._overwrite, self._verify = overwrite, verify
         self._temporary: dict[str, str] = {}  # by final path, in the order of the commit
         self._folders: list[Path] = []
-        self._staging: str | None = None
+        self._staging: Staging | None = None
         self._token = f"{secrets.token_hex(4)}.xla_fsdp"
         self._lock: int | None = None
 
@@ -289,8 +290,9 @@ class AtomicFiles:
         """
         folder, name = os.path.split(path)
         if is_url(path):
-            self._staging = self._staging or tempfile.mkdtemp(prefix="xla_fsdp-")
-            self._temporary[path] = os.path.join(self._staging, f"{len(self._temporary)}-{name}")
+            self._staging = self._staging or Staging()
+            within = f"{len(self._temporary)}-{name}"
+            self._temporary[path] = os.path.join(self._staging.path, within)
             return self._temporary[path]
         with failing(folder):
             self._folders += make_folder(Path(folder))
@@ -328,14 +330,40 @@ class AtomicFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for temporary in (*self._temporary.values(), self._staging):
-            if temporary is not None:
-                _remove(temporary)
+        for temporary in self._temporary.values():
+            _remove(temporary)
+        if self._staging is not None:
+            self._staging.remove()
         if self._lock is not None:
             os.close(self._lock)
         for folder in reversed(self._folders):
             with suppress(OSError):  # another process may have put files there
                 folder.rmdir()
+
+
+class Staging:
+    """A folder on this machine for copies of remote files, which goes with this object; those of
+    processes that were killed go when the next one is made.
+
+    Args:
+        path: of the folder.
+        remove: deletes it.
+    """
+
+    def __init__(self) -> None:
+        above = tempfile.gettempdir()
+        remove_abandoned(above)
+        self.path = os.path.join(above, f".staging.{secrets.token_hex(4)}.xla_fsdp.tmp")
+        with failing(self.path):
+            lock = _locked(self.path, folder=True, before=None)
+            os.chmod(self.path, 0o700)
+        self.remove = finalize(self, _release, self.path, lock)
+
+
+def _release(folder: str, lock: int | None) -> None:
+    _remove(folder)
+    if lock is not None:
+        os.close(lock)
 
 
 _TEMPORARY = re.compile(r"\..*\.([0-9a-f]{8})\.xla_fsdp\.tmp(?:\.old|(\.new))?")

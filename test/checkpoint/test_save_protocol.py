@@ -35,6 +35,7 @@ from test.common.saving import (
 from xla_fsdp.checkpoint import CheckpointError, storage
 from xla_fsdp.checkpoint import save_step as commit
 from xla_fsdp.checkpoint.json_values import pack
+from xla_fsdp.checkpoint.load_step import load_step
 from xla_fsdp.checkpoint.remote_storage import RemoteStorage
 from xla_fsdp.checkpoint.save_step import Job, Ranks, Save, ShardFile, write_rank_file
 from xla_fsdp.checkpoint.step_directory import (
@@ -407,6 +408,14 @@ def test_a_step_that_would_not_be_the_latest_is_refused(tmp_path: Path) -> None:
         errors[0]
     )
     assert folders(tmp_path) == ["step_00000007"]
+
+
+def test_a_step_that_goes_while_it_is_read_is_told(tmp_path: Path) -> None:
+    save_step(tmp_path, 4, 2)
+    at = open_storage(tmp_path)
+    remove(at, Attempt(4))
+    with pytest.raises(CheckpointError, match="step_00000004: was deleted while it was read"):
+        load_step(at, Attempt(4), picture(4).target(0, 2))
 
 
 EMPTY_MARKER = Marker(step=1, world_size=2, files={}, job="one").to_bytes()

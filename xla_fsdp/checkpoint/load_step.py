@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,7 +58,7 @@ from xla_fsdp.checkpoint.shard_files import (
     values_of,
     verified_shard,
 )
-from xla_fsdp.checkpoint.step_directory import Attempt, read_marker
+from xla_fsdp.checkpoint.step_directory import MARKER, Attempt, read_marker
 from xla_fsdp.checkpoint.storage import LocalStorage, Storage
 from xla_fsdp.checkpoint.tensor_source import (
     ByteSource,
@@ -113,6 +114,26 @@ def load_step(
         MismatchError: if ``target`` is another model.
         CheckpointError: with every problem found.
     """
+    try:
+        return _load(storage, attempt, target, selection)
+    except CheckpointError as error:
+        if _is_there(storage, attempt):
+            raise
+        raise CheckpointError(
+            f"{path_of(storage, attempt.folder)}: was deleted while it was read, as a job that "
+            f"saves there deletes older steps: load again"
+        ) from error
+
+
+def _is_there(storage: Storage, attempt: Attempt) -> bool:
+    with suppress(CheckpointError):
+        return MARKER in storage.names(attempt.folder)
+    return True
+
+
+def _load(
+    storage: Storage, attempt: Attempt, target: LoadTarget, selection: Selection
+) -> LoadedStep:
     marker = read_marker(storage, attempt)
     same_size = marker.world_size == target.metadata.world_size
     own = target.metadata.rank if same_size else 0

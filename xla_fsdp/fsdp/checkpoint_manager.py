@@ -30,6 +30,7 @@ from xla_fsdp.checkpoint.step_directory import (
     Attempt,
     Best,
     Keep,
+    all_attempts,
     complete_attempts,
     owner_of,
     read_metrics,
@@ -37,6 +38,7 @@ from xla_fsdp.checkpoint.step_directory import (
 from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.fsdp.train_checkpoint import (
+    LOOKS,
     PendingSave,
     SaveOptions,
     Stateful,
@@ -376,7 +378,7 @@ class CheckpointManager:
     # ------------------------------------------------------------ restoring
 
     def _candidates(
-        self, ranks: Ranks, step: int | str | None, agreed: Mapping[str, Any]
+        self, ranks: Ranks, step: int | str | None, agreed: Mapping[str, Any], looks: int = LOOKS
     ) -> tuple[list[_Candidate], frozenset[str]]:
         """Return what all ranks see as complete, in the order in which to try it, and the jobs that
         own the directories.
@@ -388,6 +390,7 @@ class CheckpointManager:
         own: list[list[tuple[Attempt, dict[str, float]]]] = []
         owners: list[str] = []
         problems: list[str] = []
+        some = False  # steps, complete or not
         try:
             for tier in self._tiers:
                 tier.check_run()
@@ -395,12 +398,15 @@ class CheckpointManager:
                 own.append([(e, tier.metrics_of(e) if step == "best" else {}) for e in seen])
                 owner = owner_of(tier.storage)
                 owners += [] if owner is None else [owner.job]
+                some = some or bool(all_attempts(tier.storage))
         except CheckpointError as error:
             problems = error.problems
-        gathered = ranks.all_gather_or_raise(problems, [own, owners, agreed])
+        gathered = ranks.all_gather_or_raise(problems, [own, owners, some, agreed])
         raise_if(list(disagreements([asked for *_, asked in gathered])))
         found = list(_common([seen for seen, *_ in gathered]))
-        jobs = frozenset(job for _, of_rank, _ in gathered for job in of_rank)
+        if not found and looks > 1 and any(some for *_, some, _ in gathered):
+            return self._candidates(ranks, step, agreed, looks - 1)
+        jobs = frozenset(job for _, of_rank, *_ in gathered for job in of_rank)
         if step == "best":
             return self._best_first(found), jobs
         return sorted(found, key=lambda e: (e.attempt, e.tier), reverse=True), jobs

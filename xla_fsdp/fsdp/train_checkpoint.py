@@ -53,6 +53,7 @@ from xla_fsdp.checkpoint.save_step import (
 from xla_fsdp.checkpoint.step_directory import (
     Attempt,
     Keep,
+    all_attempts,
     job_token,
     newest_complete,
     owner_of,
@@ -610,8 +611,12 @@ def wait_for_earlier(model: ShardedModule) -> HostCopies | None:
     return earlier.reusable
 
 
+LOOKS = 3
+"""How often ranks look for a step that all see: another job may save and delete meanwhile."""
+
+
 def _agreed_attempt(
-    storage: Storage, ranks: Ranks, step: int | None, agreed: Mapping[str, Any]
+    storage: Storage, ranks: Ranks, step: int | None, agreed: Mapping[str, Any], looks: int = LOOKS
 ) -> tuple[Attempt | None, frozenset[str]]:
     """Return the latest save that every rank sees as complete, None if there is none; and the
     tokens of the jobs that own the directories.
@@ -621,23 +626,28 @@ def _agreed_attempt(
             disagree about ``agreed``.
     """
     own: list[Attempt] = []
+    some = False  # steps, complete or not
     others: list[int] = []  # complete steps to name in the error, if this one is not there
     problems: list[str] = []
     owner: JobRecord | None = None
     try:
         owner = owner_of(storage)
         own = list(islice(newest_complete(storage, step), LOOKED_AT))
+        some = bool(own or all_attempts(storage))
         if not own:
             others = [each.step for each in islice(newest_complete(storage), LOOKED_AT)]
     except CheckpointError as error:
         problems = error.problems
     job = owner and owner.job
-    by_rank = ranks.all_gather_or_raise(problems, (storage.where, own, others, job, agreed))
+    seen_here = (storage.where, own, others, job, some, agreed)
+    by_rank = ranks.all_gather_or_raise(problems, seen_here)
     raise_if(list(disagreements([asked for *_, asked in by_rank])))
     common = set.intersection(*({Attempt(*each) for each in seen} for _, seen, *_ in by_rank))
     if not common and step is not None:
         complete = sorted({each for _, _, steps, *_ in by_rank for each in steps})
         hint = f"; there is {', '.join(map(str, complete))}" if complete else ""
         raise CheckpointError(f"{by_rank[0][0]} holds no step {step} that is complete{hint}")
-    owners = frozenset(job for *_, job, _ in by_rank if job is not None)
+    if not common and looks > 1 and any(some for *_, some, _ in by_rank):
+        return _agreed_attempt(storage, ranks, step, agreed, looks - 1)
+    owners = frozenset(job for *_, job, _, _ in by_rank if job is not None)
     return max(common, default=None), owners

@@ -6,6 +6,7 @@ Dependencies are those of this environment, linked by a path file, as torch alon
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 import sysconfig
@@ -68,6 +69,10 @@ def test_the_archives_hold_what_they_should(installed: Installed) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"xla_fsdp/py.typed", "xla_fsdp/__init__.pyi"} <= set(names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"xla_fsdp"}
+    described = next(name for name in names if name.endswith("dist-info/METADATA"))
+    text = zipfile.ZipFile(wheel).read(described).decode()
+    wanted = re.findall(r"^Requires-Dist: ([\w-]+)[^;]*?$", text, re.MULTILINE)  # without an extra
+    assert wanted == ["torch", "numpy", "safetensors", "fsspec", "lazy_loader", "tqdm"]
     assert [each for each in ARCHIVED if not (installed.source / each).is_file()] == []
 
 

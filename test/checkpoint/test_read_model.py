@@ -109,6 +109,11 @@ def test_files_that_do_not_belong_together(
     index.write_text(json.dumps({"weight_map": {one: "a.bin", "other": "b.bin"}}))
     with pytest.raises(CheckpointError, match=r"b\.bin: has .* which another file of .* has"):
         open_model(tmp_path)
+    for bad, text in ((Path("/dev/zero"), "no regular file"), (tmp_path, "a directory")):
+        index.unlink()
+        index.symlink_to(bad)
+        with pytest.raises(CheckpointError, match=rf"m\.bin\.index\.json: .* {text}"):
+            open_model(index)
     (tmp_path / "run").mkdir()
     with pytest.raises(CheckpointError, match="are merged first: consolidate_sharded_ckpts"):
         open_model(tmp_path / "run")

@@ -19,8 +19,12 @@ from torch import Tensor, nn
 
 from test.common import save_memory
 from test.common.ranks import cached_outcome, run_on_ranks, run_python
+from test.common.saving import save_step
 from test.common.scenarios import fsdp, make, message
 from test.common.warned import recorded_warnings
+from xla_fsdp.checkpoint.save_step import Ranks
+from xla_fsdp.checkpoint.step_directory import Attempt
+from xla_fsdp.checkpoint.storage import open_storage
 
 RANKS = 4
 
@@ -718,6 +722,27 @@ def test_what_is_best_is_checked_at_once() -> None:
     for arguments in ({"metric": 3}, {"metric": "loss", "keep": 1.5}):
         with pytest.raises(ValueError, match="expected"):
             Best(**arguments)
+
+
+def test_ranks_look_again_where_another_job_saves_and_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was listed is deleted, and what took its place was not there yet."""
+    from xla_fsdp import CheckpointManager
+    from xla_fsdp.fsdp import checkpoint_manager, train_checkpoint
+
+    save_step(tmp_path, 6, 2)
+    alone, at = Ranks(0, 1, lambda data: [data]), Attempt(6)
+    for module, name in (
+        (train_checkpoint, "newest_complete"),
+        (checkpoint_manager, "complete_attempts"),
+    ):
+        looks = iter([[], [], [at]])
+        monkeypatch.setattr(module, name, lambda *_, looks=looks: iter(next(looks)))
+    found, _ = train_checkpoint._agreed_attempt(open_storage(tmp_path), alone, None, {})
+    assert found == at
+    [candidate], _ = CheckpointManager(tmp_path)._candidates(alone, None, {})
+    assert candidate.attempt == at
 
 
 @pytest.mark.parametrize(

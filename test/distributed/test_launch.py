@@ -1235,6 +1235,7 @@ def wrap_on_device(rank: int) -> None:
     torch_xla.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(3, 3, device=torch_xla.device()))
     XlaFullyShardedDataParallel(model)
+    torch_xla.sync()
     raise AssertionError("the ranks have not met")
 
 

@@ -102,6 +102,7 @@ def launch(
         [], where the ranks are processes.
 
     Raises:
+        TypeError: ``fn`` cannot be called.
         ValueError: ``num_ranks`` is not a number of ranks that can be started here, or
             ``stop_signals`` cannot be listened for.
         RuntimeError: torch_xla was started before, in a way that does not fit.
@@ -112,6 +113,11 @@ def launch(
         SystemExit: the first rank that failed raised it, with a code other than 0 or None (with
             0 or None a rank just ends).
     """
+    if not callable(fn):
+        raise TypeError(
+            f"launch got a {type(fn).__name__}, which it cannot call; give the function itself, as "
+            f"in launch(train), not launch(train())"
+        )
     inside = current_rank_thread()
     if inside is not None:
         return [fn(inside.rank, *args)]

@@ -14,6 +14,7 @@ import tarfile
 import venv
 import zipfile
 from dataclasses import dataclass
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,17 @@ def test_the_archives_hold_what_they_should(installed: Installed) -> None:
     wanted = re.findall(r"^Requires-Dist: ([\w-]+)[^;]*?$", text, re.MULTILINE)  # without an extra
     assert wanted == ["torch", "numpy", "safetensors", "fsspec", "lazy_loader", "tqdm"]
     assert [each for each in ARCHIVED if not (installed.source / each).is_file()] == []
+
+
+def test_the_description_on_an_index_has_no_links_to_files(installed: Installed) -> None:
+    [wheel] = installed.folder.glob("*.whl")
+    [name] = [each for each in zipfile.ZipFile(wheel).namelist() if each.endswith("/METADATA")]
+    shown = message_from_bytes(zipfile.ZipFile(wheel).read(name))
+    text = shown.get_payload(decode=True).decode()
+    assert shown["Description-Content-Type"] == "text/markdown"
+    assert "One call" in text
+    assert len(text.splitlines()) == len((ROOT / "README.md").read_text().splitlines())
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
 
 
 def test_it_is_imported_from_its_environment(installed: Installed) -> None:

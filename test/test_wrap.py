@@ -52,6 +52,12 @@ def wrapped(model: nn.Module) -> set[str]:
     return {name.replace("inner.", "") for name in names}
 
 
+def test_names_are_no_classes() -> None:
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={"Block"})
+    with pytest.raises(TypeError, match="holds 'Block'; give classes of layers"):
+        wrap_children(tree(), policy, Unit)
+
+
 def test_classes() -> None:
     model = tree()
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})

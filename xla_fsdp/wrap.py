@@ -115,7 +115,15 @@ def transformer_auto_wrap_policy(
     transformer_layer_cls: Collection[type[nn.Module]],
     nonwrapped_numel: int = 0,
 ) -> bool:
-    """Wrap the instances of the given layer classes."""
+    """Wrap the instances of the given layer classes.
+
+    Raises:
+        TypeError: if one of them is no class.
+    """
+    if wrong := [each for each in transformer_layer_cls if not isinstance(each, type)]:
+        raise TypeError(
+            f"transformer_layer_cls holds {wrong[0]!r}; give classes of layers, such as {{Block}}"
+        )
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 

@@ -114,7 +114,9 @@ def _mesh(replicas: int, world_size: int) -> Mesh | None:
 
 def _wrap_children(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> None:
     for name, child in model.named_children():
-        if any(True for _ in child.parameters()):
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # no layers: the model calls theirs
+            _wrap_children(child, wrap)
+        elif any(True for _ in child.parameters()):
             setattr(model, name, wrap(child))
 
 

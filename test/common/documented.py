@@ -61,6 +61,8 @@ SHORT = {
     "examples/llm/train.py --mesh": f"{MODEL} {TRAINED}",
     "examples/llm/train.py --attention xla_fsdp --context": f"{MODEL} {TRAINED} --num_ranks=4",
     "examples/llm/train.py --config": f"{TRAINED} --warmup_steps=1 --eval_steps=2 --num_ranks=2",
+    "examples/llm/train.py --config=examples/llm/small.yaml --mesh=replica=2,shard=16": ""
+    f"{TRAINED} --warmup_steps=1 --eval_steps=2 --num_ranks=2 --mesh=replica=2,shard=1",
     "examples/llm/train.py --profile": f"{MODEL} {TRAINED} --steps=16 --num_ranks=2",
     "examples/mnist/train.py": DIGITS,
     "examples/mnist/train.py --profile": f"{DIGITS} --max_steps=20",

@@ -939,6 +939,11 @@ def test_num_ranks_must_be_a_positive_whole_number(wrong: Any) -> None:
         launcher.launch(print, num_ranks=wrong)
 
 
+def test_the_result_of_a_function_is_no_function() -> None:
+    with pytest.raises(TypeError, match=r"got a int, .* as in launch\(train\), not launch\(train"):
+        launcher.launch(3, num_ranks=2)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["XLA_FSDP_NUM_RANKS", "CPU_NUM_DEVICES"])
 @pytest.mark.parametrize("wrong", ["four", "0", "-2", "1.5"])
 def test_number_from_the_environment_is_checked(
@@ -1235,6 +1240,7 @@ def wrap_on_device(rank: int) -> None:
     torch_xla.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(3, 3, device=torch_xla.device()))
     XlaFullyShardedDataParallel(model)
+    torch_xla.sync()
     raise AssertionError("the ranks have not met")
 
 

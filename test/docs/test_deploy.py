@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Any
 
 import pytest
@@ -44,6 +45,22 @@ def test_kubernetes_takes_the_job_of_a_slice() -> None:
     wrong = {**job, "spec": {**job["spec"], "paralelism": 4}}
     with pytest.raises(validate.ValidationError):
         validate.validate(wrong, validate.latest_version(), strict=True)
+
+
+def test_xpk_is_asked_for_the_same_job() -> None:
+    script = (ROOT / "examples" / "deploy" / "xpk.sh").read_text()
+    command = script[script.index("xpk workload") :]
+    assert command in (ROOT / "docs" / "cluster.md").read_text()
+    words = shlex.split(command.replace("\\\n", " "))
+    asked = dict(each.split("=", 1) for each in words if each.startswith("--") and "=" in each)
+    topology = find_topology(asked["--tpu-type"])
+    assert topology.num_ranks == find_topology("v5e:4x4").num_ranks
+    assert asked["--num-slices"] == str(slices()["replicas"])
+    grace = pod()["terminationGracePeriodSeconds"]
+    assert asked["--termination-grace-period-seconds"] == str(grace)
+    [container] = pod()["containers"]
+    job = words[words.index("--command") + 1].replace("$", "").split()
+    assert job == ["python", *container["args"]]
 
 
 def test_hosts_have_the_chips_of_the_topology() -> None:

@@ -8,7 +8,7 @@ every rank through even if a failure comes meanwhile, as its peers would wait in
 a missing rank. Imports no torch_xla, and torch (for its random number generator) only when needed.
 
 Ranks of scripts *start* one after the other, as processes would: each has the process to itself
-until it makes a collective, wraps a module or ends.
+until it makes a collective or ends.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Run:
     def begin_seeding(self, rank: int) -> None:
         """Reserve the process, with its random number generators, for ``rank``.
 
-        It is released when the rank makes a collective, wraps a module or ends.
+        It is released when the rank makes a collective or ends.
         """
         with self._changed:
             self._exclude_others(rank)

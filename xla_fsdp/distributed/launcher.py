@@ -81,7 +81,7 @@ def launch(
     On CPU (``PJRT_DEVICE=CPU``, or unset and no TPU visible) the ranks are threads of this process:
     all of them share its modules, its global variables and the CPU random number generator. To
     build equal models, seed and then build: ``torch.manual_seed`` makes other ranks that seed wait
-    until this one wraps a module or makes a collective. Torch's own CPU threads are limited to one
+    until this one makes a collective. Torch's own CPU threads are limited to one
     while several ranks run, as the ranks already use all cores.
     Elsewhere ``torch_xla.launch`` is called. Inside a rank of a running launch, ``fn`` is simply
     called in that rank, whatever ``num_ranks`` is.
@@ -102,6 +102,7 @@ def launch(
         [], where the ranks are processes.
 
     Raises:
+        TypeError: ``fn`` cannot be called.
         ValueError: ``num_ranks`` is not a number of ranks that can be started here, or
             ``stop_signals`` cannot be listened for.
         RuntimeError: torch_xla was started before, in a way that does not fit.
@@ -112,6 +113,11 @@ def launch(
         SystemExit: the first rank that failed raised it, with a code other than 0 or None (with
             0 or None a rank just ends).
     """
+    if not callable(fn):
+        raise TypeError(
+            f"launch got a {type(fn).__name__}, which it cannot call; give the function itself, as "
+            f"in launch(train), not launch(train())"
+        )
     inside = current_rank_thread()
     if inside is not None:
         return [fn(inside.rank, *args)]
@@ -137,7 +143,7 @@ def launch_script(
     start_state: Callable[[ProcessState, int], ProcessState],
 ) -> list[Any]:
     """Call ``fn`` on CPU ranks that start as processes would: one after the other, each with the
-    process to itself until it makes a collective, wraps a module or ends.
+    process to itself until it makes a collective or ends.
 
     Args:
         fn, args, num_ranks: as for ``launch``, which this is inside a rank.
@@ -361,7 +367,7 @@ def _warn_of_compilation(run: Run, late: list[int], warned: set[str]) -> None:
 
 def _end_start(run: Run, rank: int) -> None:
     print(
-        f"xla_fsdp: rank {rank} has the process to itself until its first collective or wrapping, "
+        f"xla_fsdp: rank {rank} has the process to itself until its first collective, "
         f"but has computed nothing for {START_PATIENCE:g} s. In case it waits for another rank, "
         f"those go on now; they may change its random numbers, sys.argv, environment and working "
         f"directory.\n"

@@ -604,6 +604,30 @@ def test_wrapping_collects_garbage_only_if_a_parameter_lives_on() -> None:
 
 
 @scenario
+def pending_after_wrapping(rank: int) -> dict[str, tuple[bool, bool]]:
+    """Whether another tensor, and a shard, is still to be computed; by where the parameters are."""
+    import torch_xla
+
+    from xla_fsdp.distributed.xla import ops
+
+    found = {}
+    for on in ("cpu", "xla"):
+        module = nn.Linear(4, 4)
+        for each in module.parameters():
+            nn.init.zeros_(each)
+        module.to(torch_xla.device() if on == "xla" else on)
+        other = rows() + 1
+        model = fsdp(module)
+        found[on] = ops.is_pending(other), any(map(ops.is_pending, model.parameters()))
+    return found
+
+
+def test_wrapping_computes_the_shards_alone() -> None:
+    """A sync would look at all units: wrapping would be quadratic in their number."""
+    assert result("pending_after_wrapping") == {"cpu": (True, False), "xla": (True, False)}
+
+
+@scenario
 def saved_after_failure(rank: int) -> bool:
     model = nested(make(BackwardFails))
     message(lambda: model(rows()).sum().backward())

@@ -414,7 +414,7 @@ def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
     # Fake tensors, say, of a tracer have no values, and are no tensors of torch_xla.
     real = [t for t in tensors if type(t).__torch_dispatch__ is Tensor.__torch_dispatch__]
     lazy = [t for t in real if t.device.type == "xla"]
-    if not lazy or not run.needs_gate(index_of(lazy[0].device)):
+    if not lazy or index_of(lazy[0].device) not in run.in_collectives:
         return
     # A value that needs no collective can be read by one rank alone.
     if COLLECTIVE_NODES.search(torch_xla._XLAC._get_xla_tensors_text(lazy)):

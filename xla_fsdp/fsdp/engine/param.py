@@ -742,11 +742,12 @@ def make_shard(
     """
     flat = cut_shard([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
     rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous()
-    shard = ShardParameter(
+    if rows.device.type == "cpu" and device.type == "xla":
+        rows = ops.upload(rows)  # now: ``to`` leaves it to the next program
+    elif not rows.is_meta:
         # A copy also on the device, where a leaf that is a view of another tensor keeps that alive.
-        rows if rows.is_meta else rows.to(device, copy=True),
-        requires_grad=any(tensor.requires_grad for tensor in tensors),
-    )
+        rows = rows.to(device, copy=True)
+    shard = ShardParameter(rows, requires_grad=any(tensor.requires_grad for tensor in tensors))
     shard.shard_rank = rank
     if len(tensors) == 1:  # attributes that the user has set, for groups of an optimizer say
         vars(shard).update(vars(tensors[0]))

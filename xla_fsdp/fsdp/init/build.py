@@ -29,7 +29,6 @@ from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, shard_multiple
 from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.host import settle
 from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
@@ -147,23 +146,24 @@ def sharding(
     managed: ManagedModules, config: FSDPConfig, communication: Communication
 ) -> Iterator[None]:
     """Compute the shards that the block makes when it ends, so that the unsharded parameters of
-    ``managed`` on the device are freed; compare these between ranks."""
-    params = [param for *_, param in managed.parameters()]
-    on_device: list[weakref.ref[Tensor]] = [
-        weakref.ref(param) for param in params if param.device.type == "xla"
-    ]
+    ``managed`` on the device are freed; compare these between ranks.
+
+    No program runs if the parameters are on the host."""
+    params = [param for *_, param in managed.parameters() if param.device.type == "xla"]
+    pending = any(ops.is_pending(param) for param in params)
+    on_device: list[weakref.ref[Tensor]] = [weakref.ref(param) for param in params]
     del params
     compare = note_values(managed, communication)
     yield
-    if config.execute_sharding_on_init:
-        # In a reference cycle one would survive the sync. Not always: to collect takes half a
-        # second.
+    if config.execute_sharding_on_init and on_device:
+        # In a reference cycle one would stay alive. Not always: to collect takes half a second.
         if any(ops.referent(each) is not None for each in on_device):
             collect_garbage()
-        ops.sync()
+        if pending:  # as those of other units may be, which one program computes
+            ops.sync()
+        else:  # a sync would look at the tensors of all units
+            ops.compute(managed.tensors())
     compare()
-    if config.execute_sharding_on_init and on_device and ops.runtime().compares_facts():
-        settle()  # nothing is pending: CPU ranks meet, and are told if values differ
 
 
 def _refuse_tensor_parallel_axis(managed: ManagedModules, config: FSDPConfig) -> None:

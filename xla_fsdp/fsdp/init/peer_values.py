@@ -26,11 +26,11 @@ different seeds, also of rows that were appended."""
 
 @dataclass(frozen=True)
 class _Checksums:
-    """Checksums of parameters, int32 [n]; those on the host come first."""
+    """Checksums of parameters, of 32 bits; those on the host come first."""
 
     names: list[str]
-    on_host: Tensor
-    on_device: Tensor
+    on_host: list[int]
+    on_device: list[Tensor]
 
     def what_to_do(self, at: int) -> str:
         if at < len(self.on_host):
@@ -56,8 +56,9 @@ def note_values(managed: ManagedModules, communication: Communication) -> Callab
         return lambda: None
     if ops.runtime().compares_facts():
         _expect(sums, 0, sums.on_host)
-        return partial(_expect, sums, len(sums.on_host), sums.on_device)
-    own = torch.cat([sums.on_host.to(ops.device()), sums.on_device])
+        return partial(_expect_of_device, sums)
+    host = torch.tensor(sums.on_host, dtype=torch.int32).to(ops.device())
+    own = torch.cat([host, *(each.reshape(1) for each in sums.on_device)])
     return partial(_compare, sums, communication.everyone.all_gather(own.unsqueeze(0)))
 
 
@@ -71,20 +72,16 @@ def _checksums(managed: ManagedModules) -> _Checksums:
     on_device = {name: each for name, each in params.items() if each.device.type == "xla"}
     return _Checksums(
         [*on_host, *on_device],
-        _stacked([_of_host_tensor(each) for each in on_host.values()], torch.device("cpu")),
-        _stacked([_of_device_tensor(each) for each in on_device.values()], ops.device()),
+        [_of_host_tensor(each) for each in on_host.values()],
+        [_of_device_tensor(each) for each in on_device.values()],
     )
 
 
-def _stacked(sums: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.stack(list(sums)) if sums else torch.zeros(0, dtype=torch.int32, device=device)
-
-
-def _of_host_tensor(tensor: Tensor) -> Tensor:
+def _of_host_tensor(tensor: Tensor) -> int:
     flat, crc = tensor.reshape(-1), 0
     for end in (flat[:CHECKED_VALUES], flat[-CHECKED_VALUES:]):
         crc = zlib.crc32(end.contiguous().view(torch.uint8).numpy().tobytes(), crc)
-    return torch.tensor(crc - 2**31, dtype=torch.int32)
+    return crc - 2**31
 
 
 def _of_device_tensor(tensor: Tensor) -> Tensor:
@@ -95,9 +92,14 @@ def _of_device_tensor(tensor: Tensor) -> Tensor:
     return tensor.sum(dtype=torch.int32)
 
 
-def _expect(sums: _Checksums, first: int, numbers: Tensor) -> None:
+def _expect_of_device(sums: _Checksums) -> None:
+    if sums.on_device:
+        _expect(sums, len(sums.on_host), torch.stack(sums.on_device).tolist())
+
+
+def _expect(sums: _Checksums, first: int, numbers: Sequence[int]) -> None:
     """Note checksums, those from number ``first`` on, as what all ranks must have."""
-    for at, number in enumerate(numbers.tolist() if numbers.numel() else [], first):
+    for at, number in enumerate(numbers, first):
         fact = (
             f"sharding of {sums.names[at]} with checksum {number % 2**32:08x} (equal on all ranks "
             f"{sums.what_to_do(at)})"

@@ -31,7 +31,7 @@ from typing import Any
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 from xla_fsdp import XlaFullyShardedDataParallel, launch, save_checkpoint
-from xla_fsdp.fsdp import train_checkpoint
+from xla_fsdp.state import train_checkpoint
 
 LAYERS = 4
 BATCH = 64

@@ -143,7 +143,7 @@ def _runs_alone(program: Any, worker: Any, steps: int) -> float:
     its own results in the places of the inputs that they replace."""
     import torch_xla.core.xla_model as xm
 
-    from xla_fsdp.distributed.xla import ops, programs
+    from xla_fsdp.xla import ops, programs
 
     pool, seeds = program._pool(program._reader.read(), []), program._seeds()
     inputs = [pool[at] if at >= 0 else seeds[at] for at in program._read_at]

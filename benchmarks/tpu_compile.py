@@ -240,8 +240,8 @@ def _trace_seconds(names: Sequence[str], case: Case, rounds: int) -> dict[str, l
 
     Steps of all models alternate, so that other load on the machine affects all of them.
     """
-    from xla_fsdp.distributed.xla.fake_rank import fake_rank
     from xla_fsdp.preflight.tracing import Recorder, use_cpu_device
+    from xla_fsdp.xla.fake_rank import fake_rank
 
     use_cpu_device()
     recorder, stopped = Recorder(), []

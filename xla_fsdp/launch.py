@@ -170,7 +170,7 @@ def _forget_absl_flags() -> None:
 def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
     with root_logger_kept():
         from xla_fsdp import compat
-        from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
+        from xla_fsdp.xla.cpu_rank_patches import run_slot
 
         compat.install()
     first = RandomState.fresh()

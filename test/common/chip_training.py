@@ -89,7 +89,7 @@ def plain_local_sgd(num_ranks: int) -> list[list[list[Tensor]]]:
 def unequal_nodes(rank: int) -> int:
     """How many nodes the autograd thread of this rank's device has made before it makes more of
     them than that of the rank before."""
-    from xla_fsdp.distributed.xla.virtual_ranks import count_nodes
+    from xla_fsdp.xla.virtual_ranks import count_nodes
 
     found = count_nodes(rank, 0)
     count_nodes(rank, found + rank)

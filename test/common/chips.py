@@ -120,7 +120,7 @@ def coords_of(job: Job) -> list[tuple[int, ...]]:
 @contextlib.contextmanager
 def _faulty(fault: str, chips: Any) -> Iterator[None]:
     from xla_fsdp.distributed import collectives
-    from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.xla import ops
 
     with contextlib.ExitStack() as stack:
         # Else only what is large goes around rings.
@@ -253,8 +253,8 @@ class _Optimized:
 
 
 def _main(file: Path) -> None:
-    from xla_fsdp.distributed.xla.virtual_ranks import prepare_devices
     from xla_fsdp.preflight.virtual_chips import VirtualChips
+    from xla_fsdp.xla.virtual_ranks import prepare_devices
 
     jobs: dict[str, Job] = pickle.loads(file.read_bytes())
     most = max(len(coords_of(job)) for job in jobs.values())

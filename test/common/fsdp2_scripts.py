@@ -299,7 +299,7 @@ def apply_fsdp(
 def titan(rank: int, reshard: str, mesh: tuple[int, int] | None) -> dict[str, Any]:
     """Meta init, ``apply_fsdp``, ``to_empty``, ``init_weights``, a few steps with accumulation."""
     from xla_fsdp import full_state_dict, init_mesh
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.xla.graph import lowered_hlo
 
     args, device = ModelArgs(layers=2), torch_xla.device()
     with torch.device("meta"):

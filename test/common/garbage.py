@@ -59,7 +59,7 @@ def live_tensors() -> int:
     waits; called by all ranks together."""
     from torch_xla.debug import metrics
 
-    from xla_fsdp.distributed.xla.host import exchange
+    from xla_fsdp.xla.host import exchange
 
     exchange(b"")
     end, found = time.monotonic() + MOMENT, list[int]()

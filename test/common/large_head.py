@@ -48,8 +48,8 @@ def build_step(plain: int = 0) -> Callable[[], Tensor]:
     places = range(plain)
     if not plain:
         from xla_fsdp import XlaFullyShardedDataParallel
-        from xla_fsdp.distributed.xla import ops
         from xla_fsdp.fsdp.engine import large_linear
+        from xla_fsdp.xla import ops
 
         large_linear.LEAST_BYTES = 2**16
         large_linear.PIECE_BYTES = ops.world_size() * rows * 4 * width
@@ -79,8 +79,8 @@ def build_step(plain: int = 0) -> Callable[[], Tensor]:
 def step_of(kind: str) -> Callable[[], Tensor]:
     """Return a step of the model in units, "plain" or with a loss by "cross entropy"."""
     from xla_fsdp import XlaFullyShardedDataParallel
-    from xla_fsdp.distributed.xla import ops
-    from xla_fsdp.fsdp.chunked import LinearCrossEntropy
+    from xla_fsdp.nn.chunked import LinearCrossEntropy
+    from xla_fsdp.xla import ops
 
     model: Any = Model(3072)
     for index, block in enumerate(model.blocks):

@@ -51,7 +51,7 @@ def with_adapters(model: Any) -> Any:
 def wrapped(wrapping: str, ranks: int) -> Any:
     """The model in one way."""
     from xla_fsdp import fully_shard, init_mesh
-    from xla_fsdp.fsdp.scan import scan_blocks
+    from xla_fsdp.scan import scan_blocks
     from xla_fsdp.tensor_parallel import parallelize_module
 
     model = build()

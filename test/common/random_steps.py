@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from test.common.scenarios import fsdp, make
 from xla_fsdp import CompileStepError, ShardedGradScaler, compile_step
-from xla_fsdp.distributed.xla import host, ops
+from xla_fsdp.xla import host, ops
 
 WIDTH = 4
 ROWS = 2

@@ -36,7 +36,7 @@ def build_step(
     if plain:
         model, places = make(Net), range(plain)
     else:
-        from xla_fsdp.distributed.xla import ops
+        from xla_fsdp.xla import ops
 
         model, places = nested(make(Net), mesh=mesh), range(ops.rank(), ops.rank() + 1)
         if way == "in_loop":

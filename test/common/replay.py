@@ -512,7 +512,7 @@ def _folder() -> str:
     """Return a new directory that all ranks know."""
     import tempfile
 
-    from xla_fsdp.distributed.xla import host
+    from xla_fsdp.xla import host
 
     return host.exchange(tempfile.mkdtemp().encode())[0].decode()
 

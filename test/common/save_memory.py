@@ -19,7 +19,7 @@ SLACK = BYTES // 4  # for all else
 def save_often(rank: int, folder: str) -> dict[str, Any]:
     """Save again and again; then with too little memory for a copy; then with enough."""
     from xla_fsdp import CheckpointManager, latest_step, save_checkpoint
-    from xla_fsdp.distributed.xla.host import exchange
+    from xla_fsdp.xla.host import exchange
 
     with torch.device("meta"):
         plain = nn.Linear(WIDTH, ROWS, bias=False)

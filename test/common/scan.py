@@ -134,7 +134,7 @@ def batch(seed: int = 1) -> Tensor:
     """Return inputs [4, WIDTH] of this rank, on its device."""
     import torch_xla
 
-    from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.xla import ops
 
     generator = torch.Generator().manual_seed(10 * seed + ops.rank())
     return torch.randn(4, WIDTH, generator=generator).to(torch_xla.device())

@@ -140,7 +140,7 @@ def train(
     """The same on a rank; the state is whole. ``made`` gives a mesh and a model of its own;
     ``in_full``: with the optimizer's state also of what no unit shards."""
     from xla_fsdp import full_state_dict, optim_state_dict
-    from xla_fsdp.fsdp.scan import scan_blocks
+    from xla_fsdp.scan import scan_blocks
 
     mesh, model = (case.make_mesh(), None) if made is None else made()
     if model is None:
@@ -182,8 +182,8 @@ def train_steps(
     import torch_xla
 
     from xla_fsdp import clip_grad_norm_
-    from xla_fsdp.distributed.xla import ops
     from xla_fsdp.tensor_parallel import loss_parallel
+    from xla_fsdp.xla import ops
 
     rank, device = ops.rank(), torch_xla.device()
     others = [name for name, _ in case.mesh if name not in ("tensor", "context")]

@@ -87,7 +87,7 @@ def build(
 
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, init_mesh, scan_blocks
     from xla_fsdp.distributed.collectives import XlaCollectives
-    from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.xla import ops
 
     if fails == "build":
         raise ValueError("no model\nof that name")

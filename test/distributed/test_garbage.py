@@ -12,7 +12,7 @@ from torch import Tensor
 
 from test.common.garbage import collecting_elsewhere
 from xla_fsdp.distributed.garbage import collect_garbage, only_new_objects_collected
-from xla_fsdp.distributed.xla import ops
+from xla_fsdp.xla import ops
 
 
 class Node:

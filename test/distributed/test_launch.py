@@ -38,7 +38,7 @@ from test.common.ranks import (
 )
 from xla_fsdp import tpu_flags
 from xla_fsdp.distributed import cpu_ranks, launcher
-from xla_fsdp.distributed.xla import ops
+from xla_fsdp.xla import ops
 
 SIZES = [1, 2, 3, 4, 8, 16]
 STEPS = 4
@@ -219,7 +219,7 @@ def waits(rank: int, world: int) -> list[float]:
     import torch_xla
     import torch_xla.core.xla_model as xm
 
-    from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
+    from xla_fsdp.xla.cpu_rank_patches import run_slot
 
     run: Any = run_slot().run
     gate = run.pass_gate
@@ -561,7 +561,7 @@ def failing(rank: int, how: str) -> str:
 def wait_until_it_is_late() -> None:
     """Return when the run has failed, as the other two ranks have waited for this one for too
     long."""
-    from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
+    from xla_fsdp.xla.cpu_rank_patches import run_slot
 
     run: Any = run_slot().run
     while len(run.who_waits()[0]) < 2:
@@ -672,7 +672,7 @@ def test_backward_passes_work_after_one_without_devices() -> None:
 
 def autograd_threads_at_entry() -> list[int]:
     """Return how many threads autograd has where each rank begins; runs in a child."""
-    from xla_fsdp.distributed.xla import cpu_rank_patches
+    from xla_fsdp.xla import cpu_rank_patches
 
     found: list[int] = []
     enter = cpu_rank_patches.enter_cpu_rank
@@ -848,7 +848,7 @@ def interrupted(rank: int, stuck: bool) -> None:
     import torch_xla
     import torch_xla.core.xla_model as xm
 
-    from xla_fsdp.distributed.xla.cpu_rank_patches import run_slot
+    from xla_fsdp.xla.cpu_rank_patches import run_slot
 
     launcher.WARN_AFTER = 0.5
     launcher.GRACE = 3.0 if stuck else 60.0
@@ -1246,7 +1246,7 @@ def wrap_on_device(rank: int) -> None:
 
 def wrap_on_device_of_processes(rank: int) -> None:
     """Wrap where ranks are processes, which compare by a collective."""
-    from xla_fsdp.distributed.xla.cpu_rank_patches import _CpuRanks
+    from xla_fsdp.xla.cpu_rank_patches import _CpuRanks
 
     _CpuRanks.compares_facts = lambda self: False
     wrap_on_device(rank)
@@ -1279,7 +1279,7 @@ def alike_on_device(rank: int, compares_facts: bool) -> None:
     import torch_xla
 
     from xla_fsdp import fully_shard
-    from xla_fsdp.distributed.xla.cpu_rank_patches import _CpuRanks
+    from xla_fsdp.xla.cpu_rank_patches import _CpuRanks
 
     _CpuRanks.compares_facts = lambda self: compares_facts
     torch.manual_seed(3)

@@ -89,7 +89,7 @@ def test_one_process_is_for_debugging(tmp_path: Path) -> None:
 def test_coordinates_are_in_the_order_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch_xla.runtime as xr
 
-    from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.xla import ops
 
     attributes = [
         {"name": f"TPU:{x + 2 * y}", "coords": [x, y, 0], "core_on_chip": 0}
@@ -105,7 +105,7 @@ def test_coordinates_are_in_the_order_of_the_ranks(monkeypatch: pytest.MonkeyPat
 def test_host_data_of_unequal_length_reach_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch_xla.core.xla_model as xm
 
-    from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.xla import ops
 
     sent: list[bytes] = []
 

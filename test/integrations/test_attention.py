@@ -191,7 +191,7 @@ def on_xla(rank: int) -> dict[str, Any]:
     import torch.nn.functional as F
     import torch_xla
 
-    from xla_fsdp.fsdp.attention import api
+    from xla_fsdp.nn.attention import api
 
     attention.replace_sdpa()
     attention.replace_sdpa()

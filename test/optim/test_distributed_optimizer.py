@@ -76,8 +76,8 @@ def test_state_goes_by_part() -> None:
 
 
 def test_state_of_one_model_in_parts_is_loaded_as_a_checkpoint_has_it() -> None:
-    from xla_fsdp.fsdp.state_dict.full_optim import state_made
-    from xla_fsdp.fsdp.state_dict.optim import read_optimizer, write_optimizer
+    from xla_fsdp.state.full_optim import state_made
+    from xla_fsdp.state.optim import read_optimizer, write_optimizer
 
     def new() -> tuple[Any, dict[str, nn.Parameter], Any]:
         first, second = parts()

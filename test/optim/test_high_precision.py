@@ -273,8 +273,8 @@ def on_ranks(rank: int) -> dict[str, Any]:
     import torch_xla.debug.metrics as metrics
 
     from xla_fsdp import optim_state_dict
-    from xla_fsdp.distributed.xla.host import exchange
     from xla_fsdp.optim import ZeroRedundancyOptimizer
+    from xla_fsdp.xla.host import exchange
 
     found: dict[str, Any] = {}
     whole, sharded, sliced = on_device(Low), fsdp(make(Low)), on_device(Low)

@@ -48,7 +48,7 @@ def _compiled() -> int:
     """Programs compiled in this process so far; all ranks wait for each other to read it."""
     import torch_xla.debug.metrics as metrics
 
-    from xla_fsdp.distributed.xla.host import exchange
+    from xla_fsdp.xla.host import exchange
 
     exchange(b"")
     count = metrics.counter_value("UncachedCompile") or 0
@@ -164,7 +164,7 @@ def written_and_read(rank: int) -> int:
     optimizers."""
     import torch_xla
 
-    from xla_fsdp.fsdp.state_dict.optim import read_optimizer, write_optimizer
+    from xla_fsdp.state.optim import read_optimizer, write_optimizer
 
     optim, alone = _averagers(), [[each] for each in range(RANKS)]
     groups = {"sharding_groups": alone, "sharding_rank": 0, "sharding_world_size": 1}

@@ -202,8 +202,8 @@ def programs(rank: int) -> dict[str, Any]:
     import torch_xla
     import torch_xla.debug.metrics as metrics
 
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
-    from xla_fsdp.distributed.xla.host import exchange
+    from xla_fsdp.xla.graph import lowered_hlo
+    from xla_fsdp.xla.host import exchange
 
     found: dict[str, Any] = {}
     for name, options in (("local", {}), ("averaged", {"gradients_are_averaged": True})):

@@ -129,8 +129,8 @@ def traced_in_pieces() -> dict[str, Any]:
     from unittest import mock
 
     from test.common.large_head import step_of
-    from xla_fsdp.fsdp.chunked import chunks
     from xla_fsdp.fsdp.engine import large_linear
+    from xla_fsdp.nn.chunked import chunks
     from xla_fsdp.preflight.topologies import find_topology
     from xla_fsdp.preflight.tracing import trace_step
 
@@ -434,11 +434,11 @@ def traced_in_little_memory() -> dict[str, Any]:
     from torch import nn
 
     from xla_fsdp import XlaFullyShardedDataParallel
-    from xla_fsdp.distributed.xla import ops
-    from xla_fsdp.distributed.xla.fake_rank import ZeroPages
-    from xla_fsdp.distributed.xla.graph import buffer_id
     from xla_fsdp.preflight.topologies import find_topology
     from xla_fsdp.preflight.tracing import trace_step, use_cpu_device
+    from xla_fsdp.xla import ops
+    from xla_fsdp.xla.fake_rank import ZeroPages
+    from xla_fsdp.xla.graph import buffer_id
 
     use_cpu_device()
     hollow = ZeroPages()

@@ -396,7 +396,7 @@ def test_every_kind_of_loss_is_that_of_the_plain_model() -> None:
 def moved(rank: int) -> dict[str, Any]:
     """Save by one recipe, go on by another."""
     from xla_fsdp import load_checkpoint, save_checkpoint
-    from xla_fsdp.distributed.xla.host import exchange
+    from xla_fsdp.xla.host import exchange
 
     build = partial(language_model, "Llama", False)
     _, _, lean = train(build)

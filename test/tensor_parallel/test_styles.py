@@ -452,9 +452,9 @@ def test_loss_parallel_leaves_other_losses_alone() -> None:
 
 def step_of(rank: int, *, sequence: bool) -> str:
     """The program of a forward and backward of one block."""
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
-    from xla_fsdp.distributed.xla.host import settle
     from xla_fsdp.tensor_parallel import parallelize_module
+    from xla_fsdp.xla.graph import lowered_hlo
+    from xla_fsdp.xla.host import settle
 
     plan = plan_of("Gpt", sequence=sequence)
     own_plan = {
@@ -493,9 +493,9 @@ def test_ranks_run_one_program() -> None:
 def sizes_of_logits(rank: int) -> dict[bool, bool]:
     """Whether anything in the program of a step has as many elements along a dim as there are
     classes, with ``loss_parallel`` and without."""
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
-    from xla_fsdp.distributed.xla.host import settle
     from xla_fsdp.tensor_parallel import loss_parallel, parallelize_module
+    from xla_fsdp.xla.graph import lowered_hlo
+    from xla_fsdp.xla.host import settle
 
     found = {}
     for cut in (True, False):

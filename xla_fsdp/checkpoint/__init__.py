@@ -56,5 +56,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "CheckpointManager":  # which needs torch_xla, as all that holds a model in training
-        return import_module("xla_fsdp.fsdp.checkpoint_manager").CheckpointManager
+        return import_module("xla_fsdp.state.checkpoint_manager").CheckpointManager
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

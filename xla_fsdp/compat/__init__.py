@@ -20,7 +20,7 @@ _Module = TypeVar("_Module")
 
 # Each of torch_xla's names, and the module of this package that defines it.
 _CLASS = {"XlaFullyShardedDataParallel": "xla_fsdp.fsdp.torch_xla_wrapper"}
-_CHECKPOINT = {"checkpoint_module": "xla_fsdp.fsdp.engine.activation_checkpoint"}
+_CHECKPOINT = {"checkpoint_module": "xla_fsdp.nn.activation_checkpoint"}
 _MERGING = {
     "consolidate_sharded_model_checkpoints": "xla_fsdp.compat.merge",
     "consolidate_sharded_state_dicts": "xla_fsdp.checkpoint",

@@ -24,8 +24,8 @@ from torch import Tensor
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.shard_layout import LANES
 from xla_fsdp.distributed.topology import Groups, reduction_steps
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.host import to_host
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.host import to_host
 
 TILE = 16 * LANES
 """Elements of a TPU tile of 16-bit elements. Flat buckets are padded to whole tiles: the TPU

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from xla_fsdp.distributed.mesh import as_mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.distributed.xla import ops
+from xla_fsdp.xla import ops
 
 METHODS = ("auto", "ring", "ulysses")
 

@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from xla_fsdp.distributed.collectives import check_mesh
 from xla_fsdp.distributed.mesh import as_mesh
-from xla_fsdp.distributed.xla import ops
+from xla_fsdp.xla import ops
 
 
 class _AllGather(Function):

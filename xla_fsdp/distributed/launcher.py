@@ -199,7 +199,7 @@ def _default_num_ranks() -> int:
 
 def _device_type() -> str:
     if "PJRT_DEVICE" not in os.environ:
-        import xla_fsdp.distributed.xla  # noqa: F401  (torch_xla sets PJRT_DEVICE if it sees a TPU)
+        import xla_fsdp.xla  # noqa: F401  (torch_xla sets PJRT_DEVICE if it sees a TPU)
 
         os.environ.setdefault("PJRT_DEVICE", "CPU")
     return os.environ["PJRT_DEVICE"].partition("_")[0].upper()
@@ -214,7 +214,7 @@ def _launch_processes(
         name = "LIBTPU_INIT_ARGS"
         os.environ[name] = compiler_flags(os.environ.get(name, ""))
     if num_ranks not in (None, 1):
-        from xla_fsdp.distributed.xla import ops
+        from xla_fsdp.xla import ops
 
         found = ops.expected_device_count()
         if num_ranks != found:
@@ -246,8 +246,8 @@ def _prepare_process(num_ranks: int) -> None:
         os.environ.update(needed)
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     with root_logger_kept():
-        from xla_fsdp.distributed.xla import ops
-        from xla_fsdp.distributed.xla.cpu_rank_patches import prepare_cpu_ranks
+        from xla_fsdp.xla import ops
+        from xla_fsdp.xla.cpu_rank_patches import prepare_cpu_ranks
 
     if ops.runtime_started():
         _check_started(needed, num_ranks, ops.local_device_count())
@@ -274,7 +274,7 @@ def _check_started(needed: dict[str, str], num_ranks: int, found: int) -> None:
 def _run_cpu_ranks(
     fn: Callable[..., Any], args: tuple[Any, ...], run: Run, sync_timeout: float
 ) -> list[Any]:
-    from xla_fsdp.distributed.xla import cpu_rank_patches as patches
+    from xla_fsdp.xla import cpu_rank_patches as patches
 
     start = functools.partial(run.start, fn, args, patches.enter_cpu_rank, patches.leave_cpu_rank)
     with (

@@ -52,7 +52,7 @@ def init_mesh(
     """
     shape, axis_names = tuple(shape), tuple(axis_names)
     if world_size is None and coords is None:
-        from xla_fsdp.distributed.xla import ops  # here, as a mesh can be made without torch_xla
+        from xla_fsdp.xla import ops  # here, as a mesh can be made without torch_xla
 
         world_size, coords = ops.world_size(), ops.torus_coords()
     elif world_size is None:

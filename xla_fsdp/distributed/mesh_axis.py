@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xla_fsdp.distributed.collectives import check_mesh
 from xla_fsdp.distributed.mesh import Mesh
-from xla_fsdp.distributed.xla import ops
+from xla_fsdp.xla import ops
 
 
 class AxisComm:

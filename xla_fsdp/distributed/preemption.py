@@ -62,7 +62,7 @@ class Preemption:
         import torch
 
         # Here, as the launcher must not load torch_xla.
-        from xla_fsdp.distributed.xla import ops, programs
+        from xla_fsdp.xla import ops, programs
 
         if programs.are_reads_watched():
             raise RuntimeError(

@@ -19,9 +19,9 @@ from xla_fsdp.distributed.collectives import Bucket
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_fsdp_modules
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.unit_names import joined
-from xla_fsdp.fsdp.scan.api import holds_blocks
-from xla_fsdp.fsdp.scan.block_scan import BlockScan
-from xla_fsdp.fsdp.scan.checks import are_stacked, find_problems, plan_of
+from xla_fsdp.scan.api import holds_blocks
+from xla_fsdp.scan.block_scan import BlockScan
+from xla_fsdp.scan.checks import are_stacked, find_problems, plan_of
 
 HEADER = ("unit", "parameters", "gathered", "when", "over", "reduced", "sends")
 

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from xla_fsdp.distributed.mesh import REPLICA, SHARD, Mesh, as_fsdp_mesh, init_mesh
 from xla_fsdp.distributed.topology import SLICE, Coords
-from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.xla import ops
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 ONE_AXIS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)

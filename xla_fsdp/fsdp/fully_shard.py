@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from xla_fsdp.distributed.mesh import as_fsdp_mesh
-from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import attach, mark_state_dicts
 from xla_fsdp.fsdp.engine.param import view_state_dicts
@@ -22,6 +21,7 @@ from xla_fsdp.fsdp.fsdp_module import class_for
 from xla_fsdp.fsdp.init.build import build_unit, communicate, sharding
 from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable, refuse_subclasses
 from xla_fsdp.wrap import Ignored
+from xla_fsdp.xla import ops
 
 
 @dataclass(frozen=True)

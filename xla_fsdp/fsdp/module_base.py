@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from xla_fsdp.checkpoint.save_numbers import numbered
 from xla_fsdp.comm_hooks import CommHook, Hook
 from xla_fsdp.distributed.collectives import XlaCollectives
-from xla_fsdp.fsdp.engine.clip_grad import check_gradients, clip_grads, clip_grads_by_value_
 from xla_fsdp.fsdp.engine.conversions import without_swaps
 from xla_fsdp.fsdp.engine.module_state import (
     FSDPModuleBase,
@@ -19,8 +18,9 @@ from xla_fsdp.fsdp.engine.module_state import (
     units_in,
 )
 from xla_fsdp.fsdp.engine.stacked_params import slice_of
-from xla_fsdp.fsdp.state_dict.metadata import describe
-from xla_fsdp.fsdp.state_dict.summon import SummonOptions, summoned
+from xla_fsdp.optim.clip_grad import check_gradients, clip_grads, clip_grads_by_value_
+from xla_fsdp.state.metadata import describe
+from xla_fsdp.state.summon import SummonOptions, summoned
 
 
 class ShardedModule(FSDPModuleBase):

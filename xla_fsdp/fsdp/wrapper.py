@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from xla_fsdp.distributed.collectives import Collectives
-from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import (
     FSDPModuleBase,
@@ -25,7 +24,6 @@ from xla_fsdp.fsdp.engine.module_state import (
     mark_state_dicts,
 )
 from xla_fsdp.fsdp.fsdp1_options import TorchOptions, translate
-from xla_fsdp.fsdp.fsdp1_state_dict_type import StateDictTypes
 from xla_fsdp.fsdp.init.build import (
     broadcast_values,
     build_unit,
@@ -35,9 +33,11 @@ from xla_fsdp.fsdp.init.build import (
 from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable, refuse_subclasses
 from xla_fsdp.fsdp.init.meta_init import materialize
 from xla_fsdp.fsdp.module_base import ShardedModule
-from xla_fsdp.fsdp.scan import scan_containers
 from xla_fsdp.fsdp.transformers_hooks import install_captures
+from xla_fsdp.scan import scan_containers
+from xla_fsdp.state.fsdp1_state_dict_type import StateDictTypes
 from xla_fsdp.wrap import Ignored, Policy, wrap_children
+from xla_fsdp.xla import ops
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

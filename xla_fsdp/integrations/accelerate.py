@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.distributed.launcher import one_rank_at_a_time
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.clip_grad import clip_grad_norm_
 from xla_fsdp.fsdp.engine.module_state import is_fsdp_module, named_fsdp_modules
 from xla_fsdp.fsdp.engine.param import is_sharded
-from xla_fsdp.fsdp.state_dict.model import full_state_dict
-from xla_fsdp.fsdp.train_checkpoint import load_checkpoint, save_checkpoint
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations import require
+from xla_fsdp.optim.clip_grad import clip_grad_norm_
 from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.recipe.apply import parallelize
 from xla_fsdp.recipe.options import Recipe
+from xla_fsdp.state.model import full_state_dict
+from xla_fsdp.state.train_checkpoint import load_checkpoint, save_checkpoint
+from xla_fsdp.xla import ops
 
 require("accelerate")
 

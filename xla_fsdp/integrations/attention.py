@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.context_parallel import current_context
-from xla_fsdp.fsdp.attention.api import attention
 from xla_fsdp.integrations import UntestedVersionError, require
+from xla_fsdp.nn.attention.api import attention
 
 NAME = "xla_fsdp"
 MOST_SCORES = 96 * 2**30  # bytes: the memory of the largest chip, a v5p

@@ -23,17 +23,17 @@ from transformers import trainer as trainer_module
 from transformers.training_args import OptimizerNames
 
 from xla_fsdp.distributed.launcher import one_rank_at_a_time
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.host import exchange
-from xla_fsdp.fsdp.engine.activation_checkpoint import checkpoint_module
-from xla_fsdp.fsdp.state_dict.model import full_state_dict
-from xla_fsdp.fsdp.train_checkpoint import load_checkpoint, save_checkpoint
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations import require
 from xla_fsdp.integrations.accelerate import SHARDS, Accelerator
+from xla_fsdp.nn.activation_checkpoint import checkpoint_module
 from xla_fsdp.recipe.apply import parallelize
 from xla_fsdp.recipe.options import Recipe
+from xla_fsdp.state.model import full_state_dict
+from xla_fsdp.state.train_checkpoint import load_checkpoint, save_checkpoint
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.host import exchange
 
 require("transformers", "accelerate")
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.fsdp.engine.guards import is_guard
+from xla_fsdp.optim.guards import is_guard
 
 NOT_SEARCHED = (str, bytes, type, ModuleType, FunctionType, MethodType, nn.Module)
 """The parameters of modules are replaced in these."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.distributed.random_bits import random_bits, salt_of
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.optimizer_traits import is_elementwise
 from xla_fsdp.fsdp.engine.positional_state import fitting, in_own_order
 from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
+from xla_fsdp.optim.traits import is_elementwise
+from xla_fsdp.xla import ops
 
 # The entry of a parameter's state that holds its master weight.
 MASTER = "master"

@@ -21,20 +21,20 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.fsdp.engine.guards import is_guard
-from xla_fsdp.fsdp.engine.initial_state import make_state_of
 from xla_fsdp.fsdp.engine.module_state import units_in
-from xla_fsdp.fsdp.engine.optimizer_traits import (
+from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
+from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
+from xla_fsdp.optim.guards import is_guard
+from xla_fsdp.optim.held_params import held_elsewhere
+from xla_fsdp.optim.initial_state import make_state_of
+from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
+from xla_fsdp.optim.traits import (
     STEPS_SLICES_OF,
     device_options,
     needs_closure,
     steps_elementwise,
 )
-from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
-from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
-from xla_fsdp.optim.held_params import held_elsewhere
-from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
 
 
 def step_in_backward(

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param import is_sharded
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.optim.distributed_optimizer import DelegatingOptimizer
 from xla_fsdp.optim.high_precision import masters_of
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
+from xla_fsdp.xla import ops
 
 # Tensors of fewer elements share one all-reduce: below some 100 KB the start of a collective costs
 # more than its bytes. Larger ones are reduced by themselves, which saves the copy.

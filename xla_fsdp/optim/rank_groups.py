@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from xla_fsdp.distributed.placement import known_placement
-from xla_fsdp.distributed.xla import ops
+from xla_fsdp.xla import ops
 
 Groups = list[list[int]]
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xla_fsdp.fsdp.engine.initial_state import MakesState
-from xla_fsdp.fsdp.engine.optimizer_traits import device_options, takes_found_inf
+from xla_fsdp.optim.initial_state import MakesState
+from xla_fsdp.optim.traits import device_options, takes_found_inf
 
 NOT_OPTIONS = ("params", "param_names")
 

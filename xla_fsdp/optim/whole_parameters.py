@@ -20,8 +20,6 @@ from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement, known_placement
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine.optimizer_traits import needs_closure
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
     KnownGroup,
@@ -32,8 +30,10 @@ from xla_fsdp.fsdp.engine.param import (
 )
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
-from xla_fsdp.fsdp.state_dict.optim import same_value
 from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
+from xla_fsdp.optim.traits import needs_closure
+from xla_fsdp.state.optim import same_value
+from xla_fsdp.xla import ops
 
 
 class WholeParameterOptimizer(SurrogateOptimizer):

@@ -19,20 +19,20 @@ from torch.optim import Optimizer
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, XlaCollectives
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.host import settle
 from xla_fsdp.fsdp.engine.autograd import present
-from xla_fsdp.fsdp.engine.clip_grad import Slices, clip_grads_by_norm_
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.initial_state import make_state
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.optimizer_traits import is_elementwise
 from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, ShardParameter, is_sharded
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.state_dict.full_optim import ShardNames, load_full, to_full
-from xla_fsdp.fsdp.state_dict.optim import read_optimizer
+from xla_fsdp.optim.clip_grad import Slices, clip_grads_by_norm_
+from xla_fsdp.optim.initial_state import make_state
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
 from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
+from xla_fsdp.optim.traits import is_elementwise
+from xla_fsdp.state.full_optim import ShardNames, load_full, to_full
+from xla_fsdp.state.optim import read_optimizer
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.host import settle
 
 # Key of a rank's state dict that tells which slices it holds; an unsharded one has no such key.
 SLICE_INFO = "zero"

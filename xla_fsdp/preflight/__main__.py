@@ -256,7 +256,7 @@ def _load(target: str) -> Callable[..., Any]:
 
 def _check_devices_are_to_come(target: str) -> None:
     """Raise ValueError if the user's module has made torch_xla's devices, which are each rank's."""
-    from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.xla import ops
 
     if ops.runtime_started():
         raise ValueError(

@@ -74,7 +74,7 @@ def run_on_chips(
     """
     from xla_fsdp.distributed.launcher import supervise
     from xla_fsdp.distributed.turns import TurnRun
-    from xla_fsdp.distributed.xla.virtual_ranks import VirtualRanks, prepare_devices
+    from xla_fsdp.xla.virtual_ranks import VirtualRanks, prepare_devices
 
     prepare_devices(len(coords))
     run = TurnRun(len(coords))
@@ -208,7 +208,7 @@ def rehearse(
     check_options(build_step, options)
     check_installed()
     from xla_fsdp.distributed.process_state import RandomState
-    from xla_fsdp.distributed.xla.virtual_ranks import prepare_devices  # loads torch_xla
+    from xla_fsdp.xla.virtual_ranks import prepare_devices  # loads torch_xla
 
     prepare_devices(slice_.num_ranks)
     random_state = RandomState.now()  # in which each side starts
@@ -337,8 +337,8 @@ def _make_steps(
     table: Table,
     show: Callable[[str], None],
 ) -> None:
-    from xla_fsdp.distributed.xla import ops
     from xla_fsdp.preflight.tracing import fed
+    from xla_fsdp.xla import ops
 
     with _watched() as seen:
         step = fed(build_step(**options), f"for {steps} step(s)")
@@ -361,8 +361,8 @@ class _Seen:
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the gradients as they are now."""
-        from xla_fsdp.fsdp.engine.optimizer_traits import STEPS_SLICES_OF
-        from xla_fsdp.fsdp.replay.seen import is_traced
+        from xla_fsdp.compile.seen import is_traced
+        from xla_fsdp.optim.traits import STEPS_SLICES_OF
 
         if not self.depth:
             stepped = vars(optimizer).get(STEPS_SLICES_OF, optimizer)
@@ -398,7 +398,7 @@ def _watched() -> Iterator[_Seen]:
     block."""
     from torch.optim import optimizer as hooks
 
-    from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.xla import ops
 
     seen, device = _Seen(), ops.device()
 
@@ -438,8 +438,8 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _after_step(loss: Any, seen: _Seen) -> RankStep:
-    from xla_fsdp.distributed.xla import ops
-    from xla_fsdp.fsdp.engine.clip_grad import shared_by
+    from xla_fsdp.optim.clip_grad import shared_by
+    from xla_fsdp.xla import ops
 
     params = {id(p): p for each in seen.optimizers.values() for p in _params_of(each)}
     names = {key: _name(param, number) for number, (key, param) in enumerate(params.items())}

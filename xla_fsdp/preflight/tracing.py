@@ -25,22 +25,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from xla_fsdp.distributed.collectives import Collectives, XlaCollectives
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.fake_rank import ZeroPages, fake_rank
-from xla_fsdp.distributed.xla.graph import (
-    buffer_id,
-    input_buffers,
-    lowered_hlo,
-    program_of,
-    tensor_id,
-    without_metadata,
-)
-from xla_fsdp.fsdp.attention import splash
 from xla_fsdp.fsdp.engine.large_linear import with_whole_weights
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
 from xla_fsdp.fsdp.init.unit_names import label_of, units_named
-from xla_fsdp.fsdp.scan import blocks_one_by_one
+from xla_fsdp.nn.attention import splash
 from xla_fsdp.preflight.hlo import Module
 from xla_fsdp.preflight.program import (
     DATA,
@@ -53,6 +42,17 @@ from xla_fsdp.preflight.program import (
     Traced,
 )
 from xla_fsdp.preflight.traffic import KINDS
+from xla_fsdp.scan import blocks_one_by_one
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.fake_rank import ZeroPages, fake_rank
+from xla_fsdp.xla.graph import (
+    buffer_id,
+    input_buffers,
+    lowered_hlo,
+    program_of,
+    tensor_id,
+    without_metadata,
+)
 
 Step = Callable[[], Any]
 

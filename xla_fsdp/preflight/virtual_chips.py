@@ -24,7 +24,7 @@ from xla_fsdp.preflight.compiler import check_installed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from xla_fsdp.distributed.xla.virtual_ranks import Request
+    from xla_fsdp.xla.virtual_ranks import Request
 
 LOG_BYTES = 2000
 

@@ -20,27 +20,23 @@ from torch.optim import Optimizer
 
 from xla_fsdp.distributed.mesh import TENSOR
 from xla_fsdp.distributed.placement import placement_in
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.chunked import LinearCrossEntropy, StreamedEmbedding
-from xla_fsdp.fsdp.chunked.chunks import CHUNK_BYTES
-from xla_fsdp.fsdp.engine.activation_checkpoint import checkpoint_module
-from xla_fsdp.fsdp.engine.guards import is_guard
 from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
-from xla_fsdp.fsdp.engine.optimizer_traits import (
+from xla_fsdp.fsdp.engine.param import is_sharded
+from xla_fsdp.fsdp.init.managed import subclass_problems
+from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
+from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
+from xla_fsdp.nn.activation_checkpoint import checkpoint_module
+from xla_fsdp.nn.chunked import LinearCrossEntropy, StreamedEmbedding
+from xla_fsdp.nn.chunked.chunks import CHUNK_BYTES
+from xla_fsdp.optim.guards import is_guard
+from xla_fsdp.optim.held_params import held_elsewhere
+from xla_fsdp.optim.in_backward import step_in_backward
+from xla_fsdp.optim.rebind import hold_shards
+from xla_fsdp.optim.traits import (
     acts_elementwise,
     needs_closure,
     steps_elementwise,
 )
-from xla_fsdp.fsdp.engine.param import is_sharded
-from xla_fsdp.fsdp.init.managed import subclass_problems
-from xla_fsdp.fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks
-from xla_fsdp.fsdp.scan.api import holds_blocks
-from xla_fsdp.fsdp.scan.errors import REFUSALS, NoLoopError
-from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
-from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
-from xla_fsdp.optim.held_params import held_elsewhere
-from xla_fsdp.optim.in_backward import step_in_backward
-from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.recipe.causal_lm import (
     StreamedLoss,
     causal_lm_in,
@@ -49,7 +45,11 @@ from xla_fsdp.recipe.causal_lm import (
 )
 from xla_fsdp.recipe.options import SWITCHES, Name, Recipe
 from xla_fsdp.recipe.read_units import gather_what_is_read
+from xla_fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks
+from xla_fsdp.scan.api import holds_blocks
+from xla_fsdp.scan.errors import REFUSALS, NoLoopError
 from xla_fsdp.wrap import Ignored, Policy, has_forward, wrap_children
+from xla_fsdp.xla import ops
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

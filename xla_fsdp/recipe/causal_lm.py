@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.context_parallel import mean_over_context
-from xla_fsdp.fsdp.chunked import LinearCrossEntropy
 from xla_fsdp.fsdp.engine.autograd import on_device, version_of
 from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
+from xla_fsdp.nn.chunked import LinearCrossEntropy
 
 IGNORED = -100
 """The label that transformers ignores by default, and so does ``LinearCrossEntropy``."""

@@ -166,7 +166,7 @@ class Recipe:
             )
         import torch_xla
 
-        from xla_fsdp.fsdp.replay import compile_step
+        from xla_fsdp.compile import compile_step
 
         if self.wants("compile_step"):
             known = None if self._state is None and not state else [*(self._state or ()), *state]

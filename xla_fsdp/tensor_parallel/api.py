@@ -27,9 +27,8 @@ from xla_fsdp.distributed.placement import (
     set_placement,
 )
 from xla_fsdp.distributed.shard_layout import join_name
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.fsdp.engine.param import is_sharded
+from xla_fsdp.optim import guards
 from xla_fsdp.tensor_parallel.loss_parallel import remember_head
 from xla_fsdp.tensor_parallel.parallel_module import (
     AppliedStyle,
@@ -39,6 +38,7 @@ from xla_fsdp.tensor_parallel.parallel_module import (
     apply_style,
 )
 from xla_fsdp.tensor_parallel.styles import ColwiseParallel
+from xla_fsdp.xla import ops
 
 Module = TypeVar("Module", bound=nn.Module)
 

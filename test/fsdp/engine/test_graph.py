@@ -48,7 +48,7 @@ def steady_step(rank: int, cases: dict[str, Case]) -> dict[str, str]:
     import torch_xla
     import torch_xla.runtime as xr
 
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.xla.graph import lowered_hlo
 
     device, programs = torch_xla.device(), {}
     for name, case in cases.items():
@@ -206,9 +206,9 @@ def waits_for(rank: int) -> list[list[bool]]:
     """Whether what enters a unit waits for the reductions of three units before it, the last one's
     last: with large and with small gradients, and without rings."""
     from xla_fsdp.distributed.collectives import RingCollectives, XlaCollectives
-    from xla_fsdp.distributed.xla import ops
-    from xla_fsdp.distributed.xla.loop import depends_on
     from xla_fsdp.fsdp.engine.state import RingGate
+    from xla_fsdp.xla import ops
+    from xla_fsdp.xla.loop import depends_on
 
     groups = [[0, 1]]
     ring = RingCollectives(groups, rank, 2, steps=[groups])

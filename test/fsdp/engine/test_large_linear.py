@@ -432,7 +432,7 @@ class TwoHeads(Model):
         self.other = nn.Linear(WIDTH, 3072, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        from xla_fsdp.distributed.xla import ops
+        from xla_fsdp.xla import ops
 
         x = self.norm(self.tokens(tokens) + self.blocks[0](self.tokens(tokens)))
         return (self.other if ops.rank() else self.head)(x)

@@ -46,7 +46,7 @@ def simple_step(model: Any) -> Any:
 def compiled(rank: int) -> dict[str, Any]:
     import torch_xla
 
-    from xla_fsdp.distributed.xla.host import exchange
+    from xla_fsdp.xla.host import exchange
 
     plain, model = nested(make()), nested(make())
     inner = nn.Sequential(nn.Tanh(), fsdp(make(lambda: nn.Linear(FEATURES, 2))))
@@ -303,7 +303,7 @@ def rows_on_host() -> Tensor:
 def accumulation(rank: int) -> dict[str, Any]:
     """Gradients after three backward passes, and what is reduced in the first of them."""
     from test.common.hlo import Program
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.xla.graph import lowered_hlo
 
     found = {}
     for name in ("full", "sharded", "none"):

@@ -25,7 +25,7 @@ def gathers(rank: int) -> dict[str, int]:
     def count(change: Any, steps: int = 1, **options: Any) -> int:
         import torch_xla
 
-        from xla_fsdp.distributed.xla.graph import lowered_hlo
+        from xla_fsdp.xla.graph import lowered_hlo
 
         model = in_place(make(), **options)
         change(model)
@@ -96,7 +96,7 @@ class EmbeddingNet(nn.Module):
 def embedding(rank: int) -> dict[bool, Any]:
     import torch_xla
 
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.xla.graph import lowered_hlo
 
     found = {}
     for unshards in (True, False):
@@ -171,7 +171,7 @@ def test_sums_of_gradients_are_divided_as_asked() -> None:
 @scenarios.add
 def hooks(rank: int) -> dict[str, Any]:
     from xla_fsdp import comm_hooks
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.xla.graph import lowered_hlo
 
     expected, seen = step(in_place(make())), []
 
@@ -252,7 +252,7 @@ def _before(program: Any, name: str, op: str) -> int:
 def last_backward(rank: int) -> dict[bool, int]:
     """How many tensors the barriers of two passes wait for."""
     from test.common.hlo import Program
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.xla.graph import lowered_hlo
 
     found = {}
     for is_last in (True, False):
@@ -293,7 +293,7 @@ def prefetch(rank: int) -> dict[str, Any]:
     """For each gather of a block, how many matrix products it has to wait for."""
     from test.common.hlo import Program
     from xla_fsdp import fully_shard
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.xla.graph import lowered_hlo
 
     def waits(ahead: int, backward_ahead: int) -> tuple[list[int], dict[str, Tensor]]:
         model = make(Deep)

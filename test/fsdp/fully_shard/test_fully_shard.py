@@ -88,7 +88,7 @@ def test_without_replicas_no_gradient_waits_for_them() -> None:
 @scenarios.add
 def unshard(rank: int) -> dict[str, Any]:
     from xla_fsdp import MixedPrecisionPolicy
-    from xla_fsdp.distributed.xla.host import to_host
+    from xla_fsdp.xla.host import to_host
 
     plain = make()
     model = in_place(make(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
@@ -134,7 +134,7 @@ def shown(rank: int) -> dict[str, Any]:
     import tempfile
 
     from xla_fsdp import clip_grad_norm_, load_optim_state_dict, optim_state_dict, save_checkpoint
-    from xla_fsdp.distributed.xla.host import exchange
+    from xla_fsdp.xla.host import exchange
 
     found: dict[str, Any] = {}
     model = in_place(make())
@@ -234,7 +234,7 @@ def precision(rank: int) -> dict[str, Any]:
 
     from test.common.hlo import Program
     from xla_fsdp import MixedPrecisionPolicy, fully_shard
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.xla.graph import lowered_hlo
 
     def look(**policy: Any) -> dict[str, Any]:
         seen = []
@@ -558,7 +558,7 @@ def test_copies_prefetch_their_own_units() -> None:
 @scenarios.add
 def several_modules(rank: int) -> dict[str, Any]:
     from xla_fsdp import full_state_dict, fully_shard
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.xla.graph import lowered_hlo
 
     plain, model = make(), make()
     listed = [model.mid, model.mid2, model.head]
@@ -663,7 +663,7 @@ def checkpoints(rank: int) -> dict[str, Any]:
         optim_state_dict,
         save_checkpoint,
     )
-    from xla_fsdp.distributed.xla.host import exchange
+    from xla_fsdp.xla.host import exchange
 
     def listed() -> Any:
         model = make()

@@ -21,7 +21,7 @@ def trained(rank: int) -> dict[str, Any]:
     from torch import nn
 
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
-    from xla_fsdp.distributed.xla.graph import lowered_hlo, program_of, without_metadata
+    from xla_fsdp.xla.graph import lowered_hlo, program_of, without_metadata
 
     class Block(nn.Module):
         reads = True
@@ -76,7 +76,7 @@ def programs_compiled() -> int:
     """Return how many programs the ranks have compiled so far; all of them call it."""
     import torch_xla.debug.metrics as met
 
-    from xla_fsdp.distributed.xla.host import exchange
+    from xla_fsdp.xla.host import exchange
 
     exchange(b"")
     count = met.metric_data("CompileTime")[0]
@@ -97,7 +97,7 @@ def looped() -> dict[str, Any]:
     from torch import nn
 
     from xla_fsdp import XlaFullyShardedDataParallel, one_rank_at_a_time, scan_blocks
-    from xla_fsdp.distributed.xla.graph import lowered_hlo, program_of, without_metadata
+    from xla_fsdp.xla.graph import lowered_hlo, program_of, without_metadata
 
     torch_xla.sync()
     with one_rank_at_a_time():

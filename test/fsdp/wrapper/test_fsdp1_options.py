@@ -620,7 +620,7 @@ def saved_whatever_the_type(rank: int) -> bool:
         load_checkpoint,
         save_checkpoint,
     )
-    from xla_fsdp.distributed.xla.host import exchange
+    from xla_fsdp.xla.host import exchange
 
     model = nested(make())
     XlaFullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)

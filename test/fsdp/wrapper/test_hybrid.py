@@ -73,7 +73,7 @@ def program(rank: int) -> str:
     """HLO of the second step; on CPU ranks an all-reduce is a reduce-scatter and an all-gather."""
     import torch_xla
 
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.xla.graph import lowered_hlo
 
     options = {"compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
     case = Case(model="LinearNet", mesh=(REPLICAS, SHARDS), options=options)
@@ -95,7 +95,7 @@ def groups_of_gathers(when: str) -> int:
     groups of two, until ``set_reshard_after_forward(True)``: before the forward, or after it."""
     import torch_xla
 
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.xla.graph import lowered_hlo
 
     model = in_place(make(), reshard_after_forward=2)
     if when == "before":

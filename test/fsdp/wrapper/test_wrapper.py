@@ -496,7 +496,7 @@ def test_integer_parameters_stay_whole() -> None:
 def without_communication(rank: int) -> dict[str, Any]:
     from test.common.hlo import Program
     from xla_fsdp import LocalCollectives
-    from xla_fsdp.distributed.xla.graph import lowered_hlo
+    from xla_fsdp.xla.graph import lowered_hlo
 
     model = fsdp(make(Peeking), collectives=LocalCollectives(rank, 2))
     model(rows()).sum().backward()
@@ -608,7 +608,7 @@ def pending_after_wrapping(rank: int) -> dict[str, tuple[bool, bool]]:
     """Whether another tensor, and a shard, is still to be computed; by where the parameters are."""
     import torch_xla
 
-    from xla_fsdp.distributed.xla import ops
+    from xla_fsdp.xla import ops
 
     found = {}
     for on in ("cpu", "xla"):

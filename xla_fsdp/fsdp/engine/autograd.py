@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.higher_order import linear
-from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import Dummies, Reshard
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
+from xla_fsdp.xla import ops
 
 
 class BackwardSteps(Protocol):

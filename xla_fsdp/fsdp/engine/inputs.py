@@ -31,8 +31,8 @@ from xla_fsdp.distributed.pytree import (
     substitutes,
     tensors_in,
 )
-from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.autograd import on_device
+from xla_fsdp.xla import ops
 
 
 class Inputs:

@@ -25,8 +25,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xla_fsdp.distributed.higher_order import in_transform
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.loop import (
+from xla_fsdp.fsdp.engine.autograd import ForwardCall, SavedParams, on_device, version_of
+from xla_fsdp.fsdp.engine.forward_weight import compute_by
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.loop import (
     Loop,
     LoopCache,
     TensorSpec,
@@ -34,10 +38,6 @@ from xla_fsdp.distributed.xla.loop import (
     trace_body,
     write_slice,
 )
-from xla_fsdp.fsdp.engine.autograd import ForwardCall, SavedParams, on_device, version_of
-from xla_fsdp.fsdp.engine.forward_weight import compute_by
-from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.param_guards import in_forward
 
 LEAST_BYTES = 2**25
 """Size of the smallest weight, gathered, that is computed with in pieces."""

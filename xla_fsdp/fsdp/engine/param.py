@@ -36,7 +36,6 @@ from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement, placed_params
 from xla_fsdp.distributed.pytree import map_tensors, tensors_in
 from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
-from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param_guards import (
     COUNTS,
     GuardedShard,
@@ -48,6 +47,7 @@ from xla_fsdp.fsdp.engine.param_guards import (
     read_by,
     without_values,
 )
+from xla_fsdp.xla import ops
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement

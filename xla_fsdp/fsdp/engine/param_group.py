@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, SmallerGroups
 from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
-from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.all_gather import AllGather, InTurn
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.embedding_grad import sum_small_in_float32
@@ -34,6 +33,7 @@ from xla_fsdp.fsdp.engine.param import (
 from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward, reopen
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
 from xla_fsdp.fsdp.engine.schedule_log import ScheduleLog
+from xla_fsdp.xla import ops
 
 
 class ShardedState(Enum):

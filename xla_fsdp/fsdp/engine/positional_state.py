@@ -20,9 +20,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from xla_fsdp.fsdp.engine.optimizer_traits import steps_elementwise
 from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
 from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.optim.traits import steps_elementwise
 
 _places: WeakKeyDictionary[FSDPParam, int] = WeakKeyDictionary()
 """Where a parameter was in the state dict of torch_xla's FSDP from which it was loaded last."""

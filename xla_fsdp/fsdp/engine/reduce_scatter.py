@@ -23,10 +23,10 @@ from xla_fsdp.distributed.collectives import (
     by_number,
     plan_buckets,
 )
-from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.schedule_log import ScheduleLog
+from xla_fsdp.xla import ops
 
 ReducedBuckets = dict[Bucket, Tensor]
 """This rank's shards of summed gradients, one packed tensor for each bucket."""

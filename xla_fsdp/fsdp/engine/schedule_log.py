@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.xla import ops
+from xla_fsdp.xla import ops
 
 _log = logging.getLogger("xla_fsdp.schedule")
 

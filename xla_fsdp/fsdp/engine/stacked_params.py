@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.host import to_host
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
@@ -29,6 +27,8 @@ from xla_fsdp.fsdp.engine.param import (
 )
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import held_bytes, held_shape, in_forward
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.host import to_host
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement

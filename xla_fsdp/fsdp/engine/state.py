@@ -35,8 +35,6 @@ from xla_fsdp.distributed.higher_order import (
     outside_transforms,
 )
 from xla_fsdp.distributed.pytree import map_tensors
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.distributed.xla.loop import LoopCache
 from xla_fsdp.fsdp.engine.all_gather import InTurn
 from xla_fsdp.fsdp.engine.autograd import (
     ForwardCall,
@@ -56,6 +54,8 @@ from xla_fsdp.fsdp.engine.param import refuse_shards
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, ShardedState
 from xla_fsdp.fsdp.engine.param_guards import Dummies, Reshard, in_forward
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.loop import LoopCache
 
 
 def current_pass() -> int:

@@ -28,8 +28,6 @@ from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, shard_multiple
-from xla_fsdp.distributed.xla import ops
-from xla_fsdp.fsdp.engine import guards
 from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
 from xla_fsdp.fsdp.engine.module_state import ModuleState
@@ -48,6 +46,8 @@ from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.managed import ManagedModules
 from xla_fsdp.fsdp.init.peer_values import note_values
 from xla_fsdp.fsdp.init.unit_names import turn_on_if_asked
+from xla_fsdp.optim import guards
+from xla_fsdp.xla import ops
 
 
 def communicate(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.placement import TensorPlacement, placement_in
-from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param import (
     known_materialized,
     known_shard,
@@ -23,6 +22,7 @@ from xla_fsdp.fsdp.engine.param import (
 )
 from xla_fsdp.fsdp.init.managed import ManagedModules
 from xla_fsdp.wrap import Ignored
+from xla_fsdp.xla import ops
 
 
 def materialize(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.collectives import Communication
-from xla_fsdp.distributed.xla import ops
 from xla_fsdp.fsdp.engine.param import is_sharded, known_shard
 from xla_fsdp.fsdp.init.managed import ManagedModules
+from xla_fsdp.xla import ops
 
 CHECKED_VALUES = 4096
 """Number of the first, and of the last, values of a host tensor that are compared: enough to detect

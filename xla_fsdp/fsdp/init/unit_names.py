@@ -21,17 +21,17 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from xla_fsdp.distributed.xla.graph import Scope, metadata
-from xla_fsdp.fsdp.engine.activation_checkpoint import Region
 from xla_fsdp.fsdp.engine.all_gather import AllGather
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase
 from xla_fsdp.fsdp.engine.reduce_scatter import ReduceScatter
 from xla_fsdp.fsdp.engine.state import FSDPContext, FSDPState, current_pass
-from xla_fsdp.fsdp.scan import autograd as scan_autograd
-from xla_fsdp.fsdp.scan import program as scan_program
-from xla_fsdp.fsdp.scan.autograd import ScanCall
-from xla_fsdp.fsdp.scan.program import Position
-from xla_fsdp.fsdp.scan.weights import BlockWeights
+from xla_fsdp.nn.activation_checkpoint import Region
+from xla_fsdp.scan import autograd as scan_autograd
+from xla_fsdp.scan import program as scan_program
+from xla_fsdp.scan.autograd import ScanCall
+from xla_fsdp.scan.program import Position
+from xla_fsdp.scan.weights import BlockWeights
+from xla_fsdp.xla.graph import Scope, metadata
 
 VARIABLE = "XLA_FSDP_UNIT_NAMES"
 

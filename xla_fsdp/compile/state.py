@@ -1,0 +1,480 @@
+"""The state of a step: the modules, optimizers and other objects that it was given.
+
+A step depends on its arguments and its state. Of the state it depends on the tensors, wherever
+they are inside, and on facts: plain values that the owners of the state report. A program is right
+for as long as the facts are what they were when it was traced.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import itertools
+import logging
+import operator
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from xla_fsdp.compile.optimizer_numbers import OptimizerNumbers
+from xla_fsdp.compile.slots import Entry, Gradient, Inside, Slot, Way
+from xla_fsdp.distributed.context_parallel import context_key
+from xla_fsdp.fsdp.engine.module_state import units_in
+from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.xla.loop import Body
+
+PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+CHOICES = (types.FunctionType, types.BuiltinFunctionType, type, enum.Enum)
+"""What an attribute of a module may choose between, such as an activation function."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_OPTIONS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+DICTS = (*HOOKS, "_parameters", "_modules")
+# In C, as a large model has thousands of parameters and attributes.
+_GRAD = operator.attrgetter("grad")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_HOOKS_OF = operator.attrgetter("_backward_hooks")
+_LATER_HOOKS_OF = operator.attrgetter("_post_accumulate_grad_hooks")
+
+_CLOSED = (
+    *PLAIN,
+    *CHOICES,
+    types.ModuleType,
+    types.MethodType,
+    functools.partial,
+    weakref.ref,
+    logging.Logger,
+    threading.Thread,
+    DataLoader,
+    Dataset,
+    FSDPState,
+    torch.Generator,
+)
+"""Objects that are not looked into. A tensor that a step takes from there is an error."""
+_CONTAINERS = (dict, list, tuple, collections.deque, set, frozenset)
+MOST_ITEMS = 10_000  # of a container that is looked into
+
+
+class State:
+    """What a step was given, and all that is inside.
+
+    Args:
+        given: modules, optimizers, and objects or containers that hold such, or tensors.
+        device: this rank's.
+    """
+
+    def __init__(self, given: Sequence[Any], device: torch.device) -> None:
+        self.device = device
+        self.labels: dict[nn.Module, str] = {}
+        self.optimizers: list[Optimizer] = []
+        self._objects: list[tuple[str, Any]] = []  # looked into, with labels
+        self._seen: set[int] = set()
+        for each in given:
+            if not isinstance(each, Tensor):
+                self._add(type(each).__name__, each)
+        self._objects.append(("state", given))  # where its tensors are
+        self.constants: list[Tensor] = []  # that loops keep, with the body that was traced once
+        for label, value in self._objects:  # which grows
+            for way, inner in _tensors_and_parts(value):
+                if isinstance(inner, Body):
+                    self.constants += inner.captured.values()
+                elif not isinstance(inner, Tensor):
+                    self._add(f"{label}{_shown_way(way)}", inner)
+        self.modules = list(self.labels)
+        self.units = list(dict.fromkeys(unit for root in self.labels for unit in units_in(root)))
+        self.params = self._find_params()
+        self.numbers = OptimizerNumbers(self.optimizers)
+        self._module_facts = [_ModuleFacts(module) for module in self.modules]
+        self._attributes = _attributes_of(self._module_facts)
+        self._dicts = [each for module in self.modules for each in _dicts_of(module)]
+        self._held: list[Any] = []
+        self._facts_of_held: list[Any] = []
+        self._facts = [*self._make_facts_of_held(), *self._make_facts()]
+
+    def _add(self, label: str, value: Any) -> None:
+        """Add a module with those inside of it, an optimizer, or an object."""
+        if isinstance(value, nn.Module):
+            for name, module in value.named_modules():
+                if module not in self.labels:
+                    self.labels[module] = f"{label} {name}".strip()
+                    self._objects.append((self.labels[module], module))
+        elif id(value) not in self._seen:
+            self._seen.add(id(value))
+            if isinstance(value, Optimizer):
+                self.optimizers.append(value)
+                label = _name(value, len(self.optimizers) - 1)
+            self._objects.append((label, value))
+
+    def steppers(self) -> list[Optimizer]:
+        """Return the optimizers that hold parameters of the model: not those inside of others,
+        whose parameters have values in a step only."""
+        inner = [getattr(each, "inner", None) for each in self.optimizers]
+        return [each for each in self.optimizers if all(each is not one for one in inner)]
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Return whether this optimizer is a part of the state."""
+        return any(each is optimizer for each in self.optimizers)
+
+    # ------------------------------------------------------------ facts
+
+    def facts(self, modes: tuple[Any, ...] | None = None) -> list[Any]:
+        """Return all facts now, to be compared with those of another time.
+
+        Args:
+            modes: ``modes_now()`` of another thread than the caller's.
+        """
+        # Nothing is compared one by one if the very objects are held that were held before.
+        try:
+            held = [*self._find_held()]
+        except KeyError:  # an attribute is gone
+            held = []
+        same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+        number = len(self.modules) + len(self.optimizers)
+        if not (same and held):
+            self._held = held
+            self._facts_of_held = [read() for _, read in self._facts[:number]]
+        modes = modes_now() if modes is None else modes
+        return [*self._facts_of_held, modes, *(read() for _, read in self._facts[number + 1 :])]
+
+    def _find_held(self) -> Iterator[Any]:
+        """Return what modules and optimizers hold, as far as facts come from it."""
+        # No more of a module than that: most of the time goes into touching a thousand objects.
+        groups = (group for each in self.optimizers for group in each.param_groups)
+        attributes = (map(get, each) for get, each in self._attributes)
+        return itertools.chain(
+            itertools.chain.from_iterable(itertools.chain.from_iterable(attributes)),
+            itertools.chain.from_iterable(map(len, each) for _, each in self._attributes),
+            itertools.chain.from_iterable(map(dict.values, filter(None, self._dicts))),
+            itertools.chain.from_iterable(each.state.values() for each in self.optimizers),
+            itertools.chain.from_iterable(group["params"] for group in groups),
+        )
+
+    def has_states_of(self, before: Sequence[Any], now: Sequence[Any]) -> bool:
+        """Return whether optimizers hold the parameters and states that they held before."""
+        of_optimizers = slice(len(self.modules), len(self.modules) + len(self.optimizers))
+        return before[of_optimizers] == now[of_optimizers]
+
+    def describe(self, before: Sequence[Any], now: Sequence[Any]) -> str:
+        """Say in words which facts differ."""
+        if len(before) != len(now):
+            return "the modules or optimizers that the step uses"
+        for (label, read), old, new in zip(self._facts, before, now, strict=True):
+            if old != new and isinstance(read, _ModuleFacts):
+                return f"{label}: {read.difference(old, new)}"
+            if old != new:
+                return label
+        return "nothing"
+
+    def changed_numbers(
+        self, before: Sequence[Any], now: Sequence[Any]
+    ) -> Iterator[tuple[str, str]]:
+        """Yield label and change of the plain values of modules that differ."""
+        for (label, read), old, new in zip(self._facts, before, now, strict=False):
+            if isinstance(read, _ModuleFacts):
+                for name, a, b in zip(("training", *read.names), old[0], new[0], strict=False):
+                    if a != b:
+                        yield f"{label}.{name}", shown([(a, b)])
+
+    def _make_facts_of_held(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield from zip(self.labels.values(), self._module_facts, strict=True)
+        for number, optimizer in enumerate(self.optimizers):
+            label = f"parameters or states of {_name(optimizer, number)}"
+            yield label, functools.partial(_optimizer_objects, optimizer)
+
+    def _make_facts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield "torch's modes (grad, autocast, default dtype), or context_parallel", modes_now
+        yield (
+            "requires_grad, hooks, or whether there is a gradient, of parameters",
+            self._param_facts,
+        )
+        for unit in self.units:
+            yield "a unit's settings, or gradients that no_sync left", unit.replay_facts
+        for number, optimizer in enumerate(self.optimizers):
+            label = f"parameters, options, hooks or states of {_name(optimizer, number)}"
+            yield label, functools.partial(_optimizer_facts, optimizer)
+
+    def _param_facts(self) -> tuple[Any, ...]:
+        # A grad counts as a fact only by whether it is there.
+        missing = [grad is None for grad in map(_GRAD, self.params)]
+        hooks = [*map(_HOOKS_OF, self.params), *map(_LATER_HOOKS_OF, self.params)]
+        if any(hooks):
+            hooks = [tuple(each or ()) for each in hooks]
+        return [*map(_REQUIRES_GRAD, self.params)], missing, hooks
+
+    # ------------------------------------------------------------ places of tensors
+
+    def slots(self) -> dict[tuple[Any, ...], tuple[str, Slot]]:
+        """Return the places that hold a tensor of this device, with labels, by ``Slot.where``."""
+        found: dict[tuple[Any, ...], tuple[str, Slot]] = {}
+        for label, slot in self._places():
+            value = slot.get()
+            if isinstance(value, Tensor) and value.device == self.device:
+                found.setdefault(slot.where, (label, slot))
+        return found
+
+    def host_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors of the host that modules and other objects hold, with labels."""
+        own = [
+            (f"{label}.{n}", t) for m, label in self.labels.items() for n, t in m._buffers.items()
+        ]
+        inside = [
+            (f"{label}{_shown_way(way)}", inner)
+            for label, value in self._objects
+            for way, inner in _tensors_and_parts(value)
+        ]
+        return [
+            (label, each)
+            for label, each in own + inside
+            if isinstance(each, Tensor) and each.device.type == "cpu" and not each.is_inference()
+        ]
+
+    def _places(self) -> Iterator[tuple[str, Slot]]:
+        in_modules = {id(p) for module in self.modules for p in module._parameters.values()}
+        for module, label in self.labels.items():
+            for mapping in (module._parameters, module._buffers, vars(module)):
+                is_counted = mapping is not module._parameters
+                for name, _ in mapping.items():  # of a wrapper none: the module inside has them
+                    yield f"{label}.{name}", Entry(mapping, name, is_counted)
+        for param in self.params:
+            yield "a gradient", Gradient(param)
+        for number, optimizer in enumerate(self.optimizers):
+            for state in optimizer.state.values():
+                if isinstance(state, dict):
+                    for name in state:
+                        yield f"{_name(optimizer, number)}'s {name}", Entry(state, name, False)
+            for group in optimizer.param_groups:
+                for name in group:
+                    yield f"{_name(optimizer, number)}'s {name}", Entry(group, name)
+                for at, param in enumerate(group["params"]):
+                    if id(param) not in in_modules:
+                        slot = Inside(group, (("item", "params"), ("item", at)))
+                        yield f"a parameter of {_name(optimizer, number)}", slot
+        for unit in self.units:
+            for way in unit.group.replay_places():
+                yield "an unreduced gradient", Inside(unit.group, way)
+        for label, value in self._objects:
+            for way, inner in _tensors_and_parts(value):
+                # The attributes of modules are above.
+                if isinstance(inner, Tensor) and not (
+                    isinstance(value, nn.Module) and len(way) == 1
+                ):
+                    yield f"{label}{_shown_way(way)}", Inside(value, way)
+
+    def _find_params(self) -> list[Tensor]:
+        in_modules = (p for module in self.modules for p in module._parameters.values())
+        in_groups = (
+            p for each in self.optimizers for group in each.param_groups for p in group["params"]
+        )
+        found = [p for p in (*in_modules, *in_groups) if isinstance(p, Tensor)]
+        return list({id(p): p for p in found}.values())
+
+
+def refuse_closed(given: Sequence[Any]) -> None:
+    """Raise a TypeError for an object of ``state=`` that is not looked into."""
+    for each in given:
+        of_tensors = isinstance(each, set | frozenset) and any(isinstance(t, Tensor) for t in each)
+        if of_tensors or (isinstance(each, _CLOSED) and not isinstance(each, PLAIN)):
+            raise TypeError(
+                f"state= got {each!r}; what is in a {type(each).__name__} cannot be followed. Give "
+                f"the modules, optimizers and objects themselves, and tensors in lists or dicts"
+            )
+
+
+def find_given(values: Sequence[Any]) -> list[Any]:
+    """Return the modules and optimizers among ``values``."""
+    return [each for each in values if isinstance(each, nn.Module | Optimizer)]
+
+
+# ---------------------------------------------------------------- what is inside of objects
+
+_OWN = ("_modules", "_parameters", "_buffers", *HOOKS, *HOOK_OPTIONS)
+"""What modules hold that is found by itself."""
+
+
+def _tensors_and_parts(value: Any) -> Iterator[tuple[Way, Any]]:
+    """Yield the tensors in an object and its containers, and the objects there to look into, each
+    with the way that leads there."""
+    seen = {id(value)}
+    waiting: collections.deque[tuple[Way, Any]] = collections.deque([((), value)])
+    while waiting:
+        way, each = waiting.popleft()
+        for step, inner in _inside(each):
+            if isinstance(inner, Tensor):
+                yield (*way, step), inner
+            elif isinstance(inner, _CLOSED) or id(inner) in seen:
+                continue
+            elif isinstance(inner, _CONTAINERS):
+                seen.add(id(inner))
+                waiting.append(((*way, step), inner))
+            elif hasattr(inner, "__dict__") or hasattr(type(inner), "__slots__"):
+                seen.add(id(inner))
+                yield (*way, step), inner
+
+
+def _inside(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+    """Yield what an object or a container holds, each with the step that leads there."""
+    if isinstance(value, dict | list | tuple | collections.deque):
+        if len(value) <= MOST_ITEMS:
+            pairs = list(value.items()) if isinstance(value, dict) else enumerate(value)
+            yield from ((("item", key), each) for key, each in pairs)
+        if type(value) in (dict, list, tuple):
+            return
+    elif isinstance(value, set | frozenset):  # nothing leads to what is in it
+        yield from ((("item", None), each) for each in value if not isinstance(each, Tensor))
+        return
+    skipped: tuple[str, ...] = ()
+    if isinstance(value, nn.Module):
+        skipped = _OWN
+    elif isinstance(value, Optimizer):
+        skipped = ("state", "param_groups", "defaults")
+    attributes = getattr(value, "__dict__", None) or {}
+    for name, each in list(attributes.items()):
+        if name not in skipped:
+            yield ("attribute", name), each
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                with_value = getattr(value, name, None)
+                yield ("attribute", name), with_value
+
+
+def _shown_way(way: Way) -> str:
+    return "".join(f".{key}" if kind == "attribute" else f"[{key!r}]" for kind, key in way)
+
+
+# ---------------------------------------------------------------- facts of modules and optimizers
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether this is a plain value, a choice, or a tuple of such."""
+    return isinstance(value, PLAIN + CHOICES) or (
+        isinstance(value, tuple) and all(map(_is_plain, value))
+    )
+
+
+def _attributes_of(
+    facts: Sequence[_ModuleFacts],
+) -> list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], list[dict[str, Any]]]]:
+    """Return the attributes of modules, those with the same names together, and what reads those
+    that facts come from."""
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for each in facts:
+        found.setdefault((*each.names, *DICTS), []).append(each.attributes)
+    return [(operator.itemgetter(*names), each) for names, each in found.items()]
+
+
+def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dicts that the facts of a module come from, but for buffers, which steps
+    replace."""
+    found = [vars(module)[name] for name in DICTS]
+    return [each for each in found if isinstance(each, dict)]  # those of a wrapper are views
+
+
+class _ModuleFacts:
+    """Reads the plain attributes, hooks and children of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.attributes = vars(module)
+        names = [name for name, each in self.attributes.items() if _is_plain(each)]
+        self.names = sorted(names)
+        self._plain = operator.itemgetter("training", *self.names)
+        self._hooks = operator.itemgetter(*HOOKS, *HOOK_OPTIONS)
+        self._held = operator.itemgetter("_parameters", "_buffers")
+
+    def difference(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
+        """Say which attributes differ between two results of a call."""
+        if old[0] == new[0]:
+            return "its attributes, hooks, children or parameters"
+        pairs = zip(("training", *self.names), old[0], new[0], strict=False)
+        found = (f"{name} {shown([(a, b)])}" for name, a, b in pairs if a != b)
+        return ", ".join(dict.fromkeys(found))
+
+    def __call__(self) -> tuple[Any, ...]:
+        attributes = self.attributes
+        try:
+            plain = self._plain(attributes)
+        except KeyError as gone:
+            plain = (str(gone),)
+        return (
+            plain,
+            len(attributes),
+            [*map(tuple, self._hooks(attributes))],
+            [(id(held), *held) for held in self._held(attributes)],
+            [*map(id, attributes["_parameters"].values())],
+            [*map(id, attributes["_modules"].values())],
+        )
+
+
+def shown(pairs: list[tuple[Any, Any]]) -> str:
+    """Say what each old value is now."""
+    return ", ".join(f"{str(old)[:60]} is now {str(new)[:60]}" for old, new in pairs)
+
+
+def modes_now() -> tuple[Any, ...]:
+    """Return what a step depends on that each thread has for itself."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("xla"),
+        torch.get_autocast_dtype("xla"),
+        torch.get_default_dtype(),
+        context_key(),
+    )
+
+
+class _Same:
+    """Equal to that of the same object; it keeps the object, whose ``id`` would be another's."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _optimizer_objects(optimizer: Optimizer) -> tuple[Any, ...]:
+    # States are new ones, if a state dict was loaded.
+    return (
+        [[*map(id, group["params"])] for group in optimizer.param_groups],
+        [*map(id, _states(optimizer))],
+    )
+
+
+def _optimizer_facts(optimizer: Optimizer) -> tuple[Any, ...]:
+    return (
+        [
+            (
+                _Same(group),
+                len(group["params"]),
+                [v for v in group.values() if v is None or isinstance(v, bool | str)],
+                len(group),
+            )
+            for group in optimizer.param_groups
+        ],
+        [*map(len, _states(optimizer))],
+        # One that passes its steps on to others has no hooks of its own.
+        tuple(getattr(optimizer, "_optimizer_step_pre_hooks", ())),
+        tuple(getattr(optimizer, "_optimizer_step_post_hooks", ())),
+    )
+
+
+def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [state for state in optimizer.state.values() if isinstance(state, dict)]
+
+
+def _name(optimizer: Optimizer, number: int) -> str:
+    return f"{type(optimizer).__name__} {number}" if number else type(optimizer).__name__

@@ -1,8 +1,0 @@
-"""A head and an embedding that never hold their unsharded weight."""
-
-from __future__ import annotations
-
-from xla_fsdp.fsdp.chunked.embedding import StreamedEmbedding
-from xla_fsdp.fsdp.chunked.head import LinearCrossEntropy
-
-__all__ = ["LinearCrossEntropy", "StreamedEmbedding"]

@@ -1,0 +1,1 @@
+"""Layers: attention, heads and embeddings in pieces, recomputing, batch norm."""

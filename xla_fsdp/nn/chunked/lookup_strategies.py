@@ -1,0 +1,149 @@
+"""Two ways to look up rows of a sharded table without the unsharded table or gradient.
+
+``GatherChunks`` gathers the table chunk by chunk in a loop. With ``ExchangeRows`` each rank looks
+up the rows that other ranks ask for in its own shard, or in a part of the table that it gathers,
+and the found rows are sent; this takes memory for the part, for the rows, and for the gradients of
+both in float32.
+
+Source: the row-wise sharding of embeddings in recommendation models (Ivchenko et al., TorchRec: a
+PyTorch Domain Library for Recommendation Systems, RecSys 2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xla_fsdp.distributed.collectives import Collectives
+from xla_fsdp.distributed.shard_layout import ROWS
+from xla_fsdp.fsdp.engine.embedding_grad import sum_rows
+from xla_fsdp.nn.chunked.chunks import Chunks
+from xla_fsdp.nn.chunked.weights import ChunkedWeights
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.loop import Loop, LoopCache, TensorSpec, trace_body
+
+
+class LookupStrategy(Protocol):
+    """Looks up rows. ``numbers``, [n] int32, are the rows that this rank asks for; -1 for none."""
+
+    def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
+        """Return the rows, [n, width] in the compute dtype; rows for -1 are undefined."""
+        ...
+
+    def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of this rank's shard in the reduce dtype, summed over the ranks and
+        divided by ``predivide``, from the gradients of the rows, [n, width]."""
+        ...
+
+
+@dataclass(frozen=True)
+class GatherChunks:
+    """Gather the table chunk by chunk. Gradients of equal numbers are summed as by
+    ``sum_rows``."""
+
+    weights: ChunkedWeights
+    chunks: Chunks
+    loops: LoopCache
+
+    def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
+        sent = self.weights.sent(shards, self.chunks)
+        start = torch.zeros(len(numbers), sent.shape[-1], dtype=sent.dtype, device=sent.device)
+        key = ("rows", self.chunks, TensorSpec.of(numbers), sent.dtype)
+        loop = self.loops.get(key, lambda: self._rows_loop(start, sent, numbers))
+        [found] = loop.run([start, sent, self.chunks.numbers(sent.device), numbers], None)
+        return found
+
+    def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
+        predivide = self.weights.group.reduction.predivide  # a constant of the program
+        specs = (TensorSpec.of(numbers), TensorSpec.of(grad), self.weights.dtype)
+        key = ("sums", self.chunks, predivide, *specs)
+        loop = self.loops.get(key, lambda: self._sums_loop(numbers, grad))
+        [found] = loop.run([self.chunks.numbers(grad.device), numbers, grad], None)
+        return found
+
+    def _rows_loop(self, start: Tensor, sent: Tensor, numbers: Tensor) -> Loop:
+        def body(values: list[Tensor]) -> list[Tensor]:
+            found, sent, number, wanted = values
+            chunk = self.weights.gather(sent)
+            row, is_here = self.chunks.locate(wanted, number)
+            return [torch.where(is_here[:, None], chunk[row], found)]
+
+        number = TensorSpec((1,), torch.int32)
+        specs = [TensorSpec.of(start), TensorSpec.slice_of(sent), number, TensorSpec.of(numbers)]
+        return Loop(trace_body(body, specs, "fsdp_embedding_rows"), self.chunks.count, 1, 2)
+
+    def _sums_loop(self, numbers: Tensor, grad: Tensor) -> Loop:
+        num_rows = self.weights.num_ranks * self.chunks.rows
+
+        def body(values: list[Tensor]) -> list[Tensor]:
+            number, wanted, grad = values
+            row, is_here = self.chunks.locate(wanted, number)
+            found = sum_rows(num_rows, row, is_here, grad)
+            return [self.weights.reduce(found.to(self.weights.dtype))]
+
+        specs = [TensorSpec((1,), torch.int32), TensorSpec.of(numbers), TensorSpec.of(grad)]
+        return Loop(trace_body(body, specs, "fsdp_embedding_sums"), self.chunks.count, 0, 1)
+
+
+@dataclass(frozen=True)
+class ExchangeRows:
+    """Gather a part of the table among some ranks, of which each rank of a group has another one;
+    within the group send the rows that its ranks ask for. Gradients of equal numbers are summed as
+    by ``sum_rows`` within the group, and those of a part then among the ranks that have gathered
+    it."""
+
+    weights: ChunkedWeights
+    cache: LoopCache  # stores the number of the first row of this rank's part
+    part: Collectives  # among the ranks whose shards are one part
+    group: Collectives  # among ranks that together have the table
+
+    def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
+        row, is_here = self._locate(self.group.all_gather(numbers))
+        sent = self.weights.sent_rows(shards)
+        part = self.part.all_gather(F.pad(sent, (0, 0, 0, self._padding)))
+        # Only one rank sends a row, the others zeros, so the sums are exact.
+        return self.group.reduce_scatter(torch.where(is_here[:, None], part[row], 0.0))
+
+    def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
+        reduction = self.weights.group.reduction
+        row, is_here = self._locate(self.group.all_gather(numbers))
+        all_grads = self.group.all_gather(grad)
+        num_rows = self.part.num_shards * (self.weights.shard_rows + self._padding)
+        found = sum_rows(num_rows, row, is_here, all_grads)
+        own = reduction.to_reduce_dtype((found / reduction.predivide).to(self.weights.dtype))
+        return own if self.part.num_shards == 1 else self.part.reduce_scatter(own)
+
+    @property
+    def _padding(self) -> int:
+        """Rows after each shard in a part of several."""
+        # Without it the TPU would move all rows of the part, and of its gradient, within their
+        # tiles: for 8 shards of 786 rows of width 2048, 3.5 MiB of code.
+        return -self.weights.shard_rows % ROWS if self.part.num_shards > 1 else 0
+
+    @property
+    def _part_rows(self) -> int:
+        return self.part.num_shards * self.weights.shard_rows
+
+    def _locate(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row in this rank's part, with padding, for each number, [n], 0 if it is in
+        another one, and whether it is in this part, [n] bool."""
+        key = ("first row", self.part.num_shards)
+        row = numbers - self.cache.get(key, self._first_row)
+        is_here = (row >= 0) & (row < self._part_rows)
+        shard = torch.div(row, self.weights.shard_rows, rounding_mode="floor")
+        return torch.where(is_here, row + shard * self._padding, 0), is_here
+
+    def _first_row(self) -> Tensor:
+        # An input, not a constant: all ranks must have the same program.
+        return ops.upload(torch.tensor([self.group.rank * self._part_rows], dtype=torch.int32))
+
+
+def unreduced_gradient(num_rows: int, numbers: Tensor, grad: Tensor) -> Tensor:
+    """Return the unsharded gradient of the table, [num_rows, width], from this rank's rows alone,
+    in the dtype of ``sum_rows``."""
+    is_row = numbers >= 0
+    return sum_rows(num_rows, torch.where(is_row, numbers, 0), is_row, grad)

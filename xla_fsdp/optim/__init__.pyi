@@ -1,0 +1,11 @@
+from .distributed_optimizer import DistributedOptimizer as DistributedOptimizer
+from .high_precision import HighPrecisionOptimizer as HighPrecisionOptimizer
+from .high_precision import masters_of as masters_of
+from .in_backward import StepInBackward as StepInBackward
+from .in_backward import step_in_backward as step_in_backward
+from .model_averagers import HierarchicalModelAverager as HierarchicalModelAverager
+from .model_averagers import ModelAverager as ModelAverager
+from .model_averagers import PeriodicModelAverager as PeriodicModelAverager
+from .model_averagers import PostLocalSGDOptimizer as PostLocalSGDOptimizer
+from .whole_parameters import WholeParameterOptimizer as WholeParameterOptimizer
+from .zero import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer

@@ -1,0 +1,252 @@
+"""Clip gradients by value, or by their norm over all ranks.
+
+Padding of shards is zero and adds nothing. The gradient of an unsharded parameter is the same on
+every rank and counts once; so does a replicated one along a tensor-parallel axis.
+Invariants: without ``error_if_nonfinite`` no function reads a value from the device, so the norm is
+a lazy tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.distributed.collectives import Collectives, along
+from xla_fsdp.distributed.placement import known_placement
+from xla_fsdp.fsdp.engine.param import (
+    KnownGroup,
+    known_group,
+    known_shard,
+    owners_of_grads,
+    refuse_shown,
+)
+from xla_fsdp.fsdp.engine.param_guards import with_shards
+from xla_fsdp.xla import ops
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Gradients that are sharded over ranks.
+
+    Args:
+        grads: this rank's slices.
+        collectives: one for each axis that shards them: that of FSDP, and a tensor-parallel one.
+    """
+
+    grads: Sequence[Tensor]
+    collectives: Sequence[Collectives]
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale all gradients so that their norm, as one vector over all ranks, is at most a limit.
+
+    Like ``torch.nn.utils.clip_grad_norm_``, for parameters some or all of which are shards.
+
+    Args:
+        parameters: parameters of one or several models, the same ones on every rank.
+        max_norm: the largest norm allowed.
+        norm_type: p of the p-norm, or ``float("inf")``.
+        error_if_nonfinite: raise if the norm is not finite; the norm is then read at once, which
+            ends the step's program there.
+        foreach: accepted as in torch; XLA computes all gradients in one program anyway.
+
+    Returns:
+        The norm before clipping, a lazy fp32 scalar on the device.
+
+    Raises:
+        ValueError: if ``norm_type`` is not positive.
+        RuntimeError: if gradients are not reduced yet, if unsharded parameters are given where
+            shards are needed, if parameters are stepped in backward, or if ``error_if_nonfinite``
+            finds a norm that is not finite.
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    refuse_shown(given, "clip_grad_norm_")
+    check_gradients([known_group(param) for param in given], "clip_grad_norm_")
+    norm = clip_grads(given, max_norm, norm_type)
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
+    return norm
+
+
+@with_shards()
+@torch.no_grad()
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Return the norm of gradients, as one vector over all ranks; every rank must call it.
+
+    Like ``torch.nn.utils.get_total_norm``, which this replaces for shards.
+
+    Args:
+        tensors: gradients, as they are in ``param.grad``, or parameters. Copies are not known to be
+            parts of something.
+        norm_type: p of the p-norm, or ``float("inf")``.
+        error_if_nonfinite: raise if the norm is not finite; the norm is then read at once.
+        foreach: accepted as in torch.
+
+    Returns:
+        A lazy fp32 scalar on the device.
+
+    Raises:
+        ValueError: if ``norm_type`` is not positive.
+        RuntimeError: as ``clip_grad_norm_``.
+    """
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    owners = owners_of_grads(given)
+    check_gradients([known_group(owner) for owner in owners], "get_total_norm")
+    sliced, unsharded = _divided(zip(owners, given, strict=True), None)
+    norm = norm_over_ranks(sliced, unsharded, norm_type, ops.device())
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
+    return norm
+
+
+def _check_finite(norm: Tensor, norm_type: float) -> None:
+    if not math.isfinite(norm.item()):
+        raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}")
+
+
+def check_gradients(groups: Sequence[KnownGroup | None], function: str) -> None:
+    """Raise RuntimeError if ``function`` cannot change the gradients of these groups: they are
+    stepped in backward, or not reduced yet."""
+    found = [group for group in groups if group is not None]
+    if any(group.steps_in_backward for group in found):
+        raise RuntimeError(
+            f"{function} was called on a model that is stepped in backward: its gradients are gone "
+            f"by now. Do without, or step after backward: parallelize with "
+            f"Recipe(step_in_backward=False), or remove() of what step_in_backward() returned"
+        )
+    if any(group.has_unreduced for group in found):
+        raise RuntimeError(
+            f"{function} was called while gradients kept by no_sync() or without gradient sync are "
+            f"not reduced yet; run the last backward of the accumulation with gradient sync, "
+            f"outside no_sync(), first"
+        )
+
+
+def clip_grads(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    over: Collectives | None = None,
+) -> Tensor:
+    """Clip the gradients of parameters, sharded or not, by their norm over all ranks.
+
+    Norms of shards are combined by ``over``, or each by the collectives of its own group.
+    """
+    distinct = {id(param): param for param in parameters}.values()
+    sliced, unsharded = _divided(((param, param.grad) for param in distinct), over)
+    return clip_grads_by_norm_(sliced, unsharded, max_norm, norm_type, ops.device())
+
+
+def _divided(
+    grads: Iterable[tuple[Tensor, Tensor | None]], over: Collectives | None
+) -> tuple[list[Slices], list[Tensor]]:
+    """Divide gradients, each with its parameter, into those of shards, by their ranks, and
+    others."""
+    found: dict[Any, list[Tensor]] = {}
+    ranks: dict[Any, list[Collectives]] = {}
+    for param, grad in grads:
+        by = shared_by(param, over)
+        key = tuple(each.key for each in by)
+        # Also without a gradient: every rank must make the same collectives.
+        ranks.setdefault(key, by)
+        found.setdefault(key, []).extend([] if grad is None else [grad])
+    unsharded = found.pop((), [])
+    return [Slices(found[key], ranks[key]) for key in found], unsharded
+
+
+@torch.no_grad()
+def clip_grads_by_norm_(
+    sliced: Sequence[Slices],
+    unsharded: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    """Scale gradients in place so that their norm over all ranks is at most ``max_norm``.
+
+    Args:
+        sliced: gradients of shards; every rank gives the same groups in the same order.
+        unsharded: unsharded gradients, the same on every rank.
+        max_norm: the largest norm allowed.
+        norm_type: p of the p-norm; ``inf`` for the largest magnitude.
+        device: where the norm, a scalar in fp32, is computed.
+    """
+    total = norm_over_ranks(sliced, unsharded, norm_type, device)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in [*(grad for part in sliced for grad in part.grads), *unsharded]:
+        grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
+    return total
+
+
+def norm_over_ranks(
+    sliced: Sequence[Slices], unsharded: Sequence[Tensor], norm_type: float, device: torch.device
+) -> Tensor:
+    """Return the norm over all ranks; arguments are those of ``clip_grads_by_norm_``."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+    parts = [_norm_of_slices(part, norm_type, device) for part in sliced]
+    return _combined([*parts, *_norms(unsharded, norm_type, device)], norm_type, device)
+
+
+@torch.no_grad()
+def clip_grads_by_value_(params: Sequence[nn.Parameter], clip_value: float) -> None:
+    """Clamp the gradients of ``params`` in place into [-clip_value, clip_value].
+
+    Raises:
+        ValueError: if ``clip_value`` is negative or not a number.
+    """
+    if not clip_value >= 0:
+        raise ValueError(f"clip_value must not be negative, got {clip_value}")
+    for param in params:
+        if param.grad is not None:
+            param.grad.clamp_(-clip_value, clip_value)
+
+
+def shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
+    """Return the collectives of each axis that shards a parameter; none for an unsharded one."""
+    group, shard = known_group(param), known_shard(param)
+    by = [] if group is None else [over or group.collectives]
+    placement = known_placement(param) if shard is None else shard.originals[0].placement
+    if placement is not None and placement.dim is not None:
+        by.append(along(placement.mesh))
+    return by
+
+
+def _norm_of_slices(part: Slices, p: float, device: torch.device) -> Tensor:
+    norm = _combined(_norms(part.grads, p, device), p, device)
+    for collectives in part.collectives:
+        if math.isinf(p):
+            norm = collectives.all_reduce("max", norm)
+        else:
+            norm = collectives.all_reduce("sum", norm.pow(p)).pow(1.0 / p)
+    return norm
+
+
+def _combined(norms: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
+    """Return the norm of all the vectors that have these norms."""
+    # torch's norm of a tensor, never Python's max over scalars: that would sync for each of them.
+    return torch.linalg.vector_norm(torch.stack([torch.zeros((), device=device), *norms]), p)
+
+
+def _norms(grads: Iterable[Tensor], p: float, device: torch.device) -> list[Tensor]:
+    return [
+        torch.linalg.vector_norm(grad, p, dtype=torch.float32).to(device)
+        for grad in grads
+        if grad.numel()
+    ]

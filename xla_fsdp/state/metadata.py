@@ -1,0 +1,163 @@
+"""Describe a sharded model by the metadata that is saved with its shards.
+
+Invariants: every name that a parameter had before wrapping is in the metadata once, as the name of
+an original or as an alias, also if units share a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.distributed.collectives import Communication
+from xla_fsdp.distributed.mesh import Mesh
+from xla_fsdp.distributed.shard_layout import join_name
+from xla_fsdp.distributed.topology import Groups
+from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_fsdp_modules, named_shards
+from xla_fsdp.fsdp.engine.named_params import NamedShard
+from xla_fsdp.state.model import cut_outside_units, refuse_cut_outside
+from xla_fsdp.xla import ops
+
+
+def describe(model: nn.Module) -> ShardMetadata:
+    """Return the metadata of this rank's shards.
+
+    Args:
+        model: the outermost sharded module.
+
+    Raises:
+        ValueError: if the model cannot be saved as files of shards: units have different meshes, or
+            are sharded along other dims than the first; or tensor parallelism has cut parameters
+            that no unit shards, along several axes, or over another mesh than that of FSDP.
+    """
+    refuse_cut_outside(cut_outside_units(model), "files of shards")
+    communication = _communication(model)
+    shards = list(named_shards(model, remove_duplicate=False))
+    rank, count, groups, parts = _sharing_ranks(shards, communication)
+    _refuse_other_dims(shards)
+    records: dict[object, ParamRecord] = {}  # by slots, which units with a tied parameter share
+    ties: dict[str, str] = {}
+    for shard in shards:
+        record = records.setdefault(shard.param.slots, _record(shard))
+        ties.update(_ties(shard, record))
+    return ShardMetadata(
+        rank,
+        count,
+        tuple(records.values()),
+        ties,
+        dict(_cast_buffers(model)),
+        groups=None if groups is None else tuple(tuple(group) for group in groups),
+        tensor_parts=parts,
+    )
+
+
+def _communication(model: nn.Module) -> Communication:
+    """Return the communication of the outermost unit, which must be like that of all others."""
+    own = cast(FSDPModuleLike, model)._fsdp_module_state.communication
+    others = [
+        f"{name} ({_sharing(each)})"
+        for name, module in named_fsdp_modules(model)
+        if not name or module._fsdp_unit.group.params
+        for each in [module._fsdp_module_state.communication]
+        if each.groups != own.groups or _sharing(each) != _sharing(own)
+    ]
+    if others:
+        raise ValueError(
+            f"files of shards are of one mesh, {_sharing(own)} for the outermost unit, but other "
+            f"units have other meshes: {', '.join(others)}. Save xla_fsdp.full_state_dict(model) "
+            f"and optim_state_dict"
+        )
+    return own
+
+
+def _sharing(by: Communication) -> str:
+    return f"{by.shards.num_shards} shards, {by.replicas.num_shards} replicas"
+
+
+def _sharing_ranks(
+    shards: Sequence[NamedShard], communication: Communication
+) -> tuple[int, int, Groups | None, int]:
+    """Return the ranks that hold different parts of a model, by tensor parallelism or by FSDP.
+
+    Returns:
+        This rank's number among them, where tensor-parallel parts come first; their number; the
+        groups of such ranks, None if there is one; the number of tensor-parallel parts.
+    """
+    collectives = communication.shards
+    placements = [original.placement for shard in shards for original in shard.param.originals]
+    meshes = [each.mesh for each in placements if each is not None and each.mesh.size() > 1]
+    if not meshes:
+        return collectives.rank, collectives.num_shards, communication.groups, 1
+    _refuse_several(meshes)
+    mesh, tensor = shards[0].group.mesh, meshes[0]
+    if mesh.layout != tensor.layout:
+        raise ValueError(
+            "tensor-parallel parameters are sharded over ranks that are not of the same mesh; give "
+            "FSDP an axis of the mesh that parallelize_module was given, as in mesh=mesh['shard']"
+        )
+    joint = Mesh((*tensor.axes, mesh.axes[-1]), mesh.layout)
+    groups = joint.groups()
+    several = groups if len(groups) > 1 else None
+    return joint.place(ops.rank()), joint.size(), several, tensor.size()
+
+
+def _refuse_several(meshes: Sequence[Mesh]) -> None:
+    several = {repr(mesh.groups()): mesh.axis_names[0] for mesh in meshes}
+    if len(several) > 1:
+        found = ", ".join(f"{name!r} {groups}" for groups, name in several.items())
+        raise ValueError(
+            f"files of shards are of one tensor-parallel axis, but parameters were parallelized "
+            f"over several: {found}. Save xla_fsdp.full_state_dict(model) and optim_state_dict"
+        )
+
+
+def _refuse_other_dims(shards: Sequence[NamedShard]) -> None:
+    others = [f"{s.key} (along dim {s.param.packing.dim})" for s in shards if s.param.packing.dim]
+    if others:
+        raise ValueError(
+            f"files of shards hold slices along dim 0, but shard_placement_fn has others cut: "
+            f"{', '.join(others)}. Save xla_fsdp.full_state_dict(model) and optim_state_dict"
+        )
+
+
+def _record(shard: NamedShard) -> ParamRecord:
+    param = shard.param
+    return ParamRecord(
+        key=shard.key,
+        dtype=_dtype_name(param.leaf.dtype),
+        multiple=param.packing.layout.multiple,
+        members=tuple(
+            MemberRecord(
+                name,
+                tuple(original.whole_shape),
+                None if original.placement is None else original.placement.dim,
+            )
+            for name, original in zip(shard.names, param.originals, strict=True)
+        ),
+        by_rows=param.by_rows,
+    )
+
+
+def _ties(shard: NamedShard, record: ParamRecord) -> dict[str, str]:
+    """Return the names of the originals in the record, by their other names."""
+    return {
+        name: canonical.name
+        for original, canonical in zip(shard.param.originals, record.members, strict=True)
+        for name in shard.names_of(original)
+        if name != canonical.name
+    }
+
+
+def _cast_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield names and original dtypes of the buffers that units have cast."""
+    for prefix, module in named_fsdp_modules(model, remove_duplicate=False):
+        for name, dtype in module._fsdp_module_state.cast_buffers.items():
+            yield join_name(prefix, name), _dtype_name(dtype)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,185 @@
+"""Refuse, or warn of, saves and loads that take one rank's shards for a whole model.
+
+``guards.install`` calls ``install`` once for a process. A state dict is known as one of shards by
+the mark that ``load_hooks`` puts into its metadata, which files keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from xla_fsdp.distributed.cpu_ranks import current_rank_thread
+from xla_fsdp.fsdp.engine.load_hooks import MARK, Form
+from xla_fsdp.fsdp.engine.module_state import units_in
+from xla_fsdp.fsdp.engine.param import is_sharded, known_group
+from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.xla import ops
+
+METADATA = "shard_metadata"
+
+_INSTEAD = (
+    "Save on all ranks by xla_fsdp.save_checkpoint(folder, model, optimizer, step=step), or take "
+    "the whole model by state = xla_fsdp.full_state_dict(model), which all ranks call, and save "
+    "that on rank 0"
+)
+
+
+def install() -> None:
+    """Put the guards around functions that write state dicts, and around torch's that load them."""
+    torch.save = _guarded_save(torch.save)
+    for name in ("dump", "dumps"):
+        setattr(pickle, name, _warned(f"pickle.{name}", getattr(pickle, name)))
+    _warn_in_safetensors()
+    ops.before_master_saves(_refuse_master_save)
+    nn.Module.load_state_dict = _explained(nn.Module.load_state_dict)  # type: ignore[method-assign]
+    _refuse_ddp()
+
+
+def _guarded_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if _holds_shards(obj) and ops.world_size() > 1:
+            if isinstance(f, str | os.PathLike):
+                _refuse_shared_file(os.path.abspath(f))
+            _warn("torch.save", obj)
+        return original(obj, f, *args, **kwargs)
+
+    return save
+
+
+def _warned(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``original``, which writes its first argument, warn of shards."""
+
+    @functools.wraps(original)
+    def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if _holds_shards(obj) and ops.world_size() > 1:
+            _warn(name, obj)
+        return original(obj, *args, **kwargs)
+
+    return save
+
+
+def _warn_in_safetensors() -> None:
+    # Not around save_file and save, which scripts have imported by name before. Which of these
+    # they call depends on the version.
+    with contextlib.suppress(ModuleNotFoundError):
+        module = importlib.import_module("safetensors.torch")
+        for name in {"_flatten", "_flatten_as_ptr"} & set(vars(module)):
+            setattr(module, name, _warned("safetensors.torch", getattr(module, name)))
+
+
+def _warn(name: str, obj: Any) -> None:
+    if not (isinstance(obj, Mapping) and METADATA in obj):
+        warnings.warn(
+            f"{name} was given a state dict of rank {ops.rank()}'s shards, which is not the model: "
+            f"files like it, one of each rank, can be loaded on as many ranks, and not be merged. "
+            f"{_INSTEAD}. To merge files of shards later, save model.get_shard_metadata() with "
+            f"them by torch.save, as {METADATA!r}",
+            stacklevel=3,
+        )
+
+
+def _refuse_shared_file(path: str) -> None:
+    thread = current_rank_thread()
+    if thread is None:
+        return
+    writer = thread.rank_run.files.setdefault(path, thread.rank)
+    if writer != thread.rank:
+        raise RuntimeError(
+            f"rank {thread.rank} saves its shards to {path}, to which rank {writer} has saved its "
+            f"own: one would be lost. {_INSTEAD}. Or give each rank a file, f'...-{{rank}}.pth'"
+        )
+
+
+def _refuse_master_save(obj: Any) -> None:
+    if _holds_shards(obj) and ops.world_size() > 1:
+        raise ValueError(
+            "torch_xla's save was given a state dict of shards. It writes that of the first rank "
+            f"only, as if it were the model, and the others' shards are lost. {_INSTEAD}. For a "
+            "file of each rank pass master_only=False and a path with the rank in it"
+        )
+
+
+def _holds_shards(obj: Any) -> bool:
+    return any(map(_is_of_shards, _dicts_in(obj)))
+
+
+def _dicts_in(obj: Any) -> Iterator[Any]:
+    yield obj
+    if isinstance(obj, Mapping):
+        yield from (value for value in obj.values() if isinstance(value, Mapping))
+
+
+def _is_of_shards(state: Any) -> bool:
+    metadata = getattr(state, "_metadata", None)
+    return isinstance(metadata, Mapping) and any(
+        isinstance(each, Mapping) and each.get(MARK) == Form.SHARDS.value
+        for each in metadata.values()
+    )
+
+
+def _explained(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Say in the error of a load why shapes differ, where it is this package's doing."""
+
+    @functools.wraps(original)
+    def load_state_dict(module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with in_forward(False):  # torch compares shapes, of shards here
+                return original(module, state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            why = _why(module, state_dict) if "size mismatch" in str(error) else ""
+            if not why:
+                raise
+            raise RuntimeError(f"{error}\n{why}") from None
+
+    return load_state_dict
+
+
+def _why(module: nn.Module, state: Any) -> str:
+    if _is_inside_of_a_wrapper(module):
+        return (
+            f"The {type(module).__name__} is inside of a wrapper, which turns full tensors into "
+            f"shards: call load_state_dict of the wrapper, model.load_state_dict(state), not "
+            f"model.module.load_state_dict(state)"
+        )
+    if _is_of_shards(state) and not any(map(is_sharded, module.parameters())):
+        return (
+            "The state dict holds one rank's shards, and the model is not sharded. Take the whole "
+            "model by xla_fsdp.full_state_dict(model) on all ranks, or merge saved files by "
+            "python -m xla_fsdp.consolidate_sharded_ckpts"
+        )
+    return ""
+
+
+def _is_inside_of_a_wrapper(module: nn.Module) -> bool:
+    """Return whether ``module`` has shards that no unit in it has made."""
+    groups = [unit.group for unit in units_in(module)]
+    return any(is_sharded(p) and known_group(p) not in groups for p in module.parameters())
+
+
+def _refuse_ddp() -> None:
+    original = DistributedDataParallel.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(map(is_sharded, module.parameters())):
+            raise ValueError(
+                f"DistributedDataParallel was put around a {type(module).__name__} that is "
+                "sharded: it would average shards, which are different parts of the parameters. "
+                "Leave it out, gradients are averaged already; for replicas of a sharded model "
+                "give it a mesh, init_mesh((2, 4), ('replica', 'shard'))"
+            )
+        original(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]

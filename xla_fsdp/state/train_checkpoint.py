@@ -1,0 +1,653 @@
+"""``save_checkpoint`` and ``load_checkpoint``: save a training job, load it on any number of ranks.
+
+Invariants: every rank calls both functions, and all raise the same error or none; a save copies all
+tensors to host memory first, an asynchronous one over the copies of the save before, which it waits
+for; a load changes nothing before all has been read and checked.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    MismatchError,
+    find_bad_names,
+    lines_of,
+    number_or_none,
+    raise_if,
+    whole_number,
+)
+from xla_fsdp.checkpoint.format import (
+    SUFFIXES,
+    JobRecord,
+    OptimizerState,
+    ShardMetadata,
+    StateEntry,
+    StateKind,
+)
+from xla_fsdp.checkpoint.json_values import Packed, pack
+from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
+from xla_fsdp.checkpoint.reshard import LoadTarget, Selection
+from xla_fsdp.checkpoint.save_step import (
+    LOOKED_AT,
+    Job,
+    RankContent,
+    Ranks,
+    Save,
+    ShardFile,
+    disagreements,
+    write_rank_file,
+)
+from xla_fsdp.checkpoint.step_directory import (
+    Attempt,
+    Keep,
+    all_attempts,
+    job_token,
+    newest_complete,
+    owner_of,
+)
+from xla_fsdp.checkpoint.storage import Storage, open_storage
+from xla_fsdp.distributed.cpu_ranks import current_rank_thread
+from xla_fsdp.fsdp.engine.module_state import reshard_units
+from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.stacked_params import HostCopies
+from xla_fsdp.fsdp.module_base import ShardedModule
+from xla_fsdp.state.fsdp1_state_dict_type import unchosen
+from xla_fsdp.state.optim import (
+    OptimizerParams,
+    find_problems,
+    find_write_problems,
+    params_by_key,
+    read_optimizer,
+    write_optimizer,
+)
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.host import exchange
+
+LR_SCHEDULER = "lr_scheduler"
+
+
+class Stateful(Protocol):
+    """Any object with the state dict methods of torch's schedulers."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Loaded(TypedDict):
+    """What ``load_checkpoint`` returns: the step, None if there was none, and what was given to
+    ``save_checkpoint`` as ``extra``."""
+
+    step: int | None
+    extra: Any
+
+
+@dataclass
+class TrainState:
+    """The objects that one rank trains; converts their state to and from the contents of files.
+
+    Args:
+        model: the outermost sharded module.
+        optimizer: the optimizer of its parameters, or None.
+        objects: other objects by name; their states are saved by every rank.
+    """
+
+    model: ShardedModule
+    optimizer: Optimizer | None
+    objects: Mapping[str, Stateful]
+    metadata: ShardMetadata = field(init=False)
+    params: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        reshard_units(self._module)
+        data = self.model.get_shard_metadata()
+        global_rank = None if data["groups"] is None else ops.rank()
+        self.metadata = ShardMetadata.from_dict({**data, "global_rank": global_rank})
+        self.params = params_by_key(
+            self.model.get_original_names_and_sharded_parameters(), self._module.named_parameters()
+        )
+
+    @property
+    def _module(self) -> nn.Module:
+        return self.model._fsdp_module()
+
+    @property
+    def kind_of_optimizer(self) -> str | None:
+        return None if self.optimizer is None else type(self.optimizer).__name__
+
+    def find_save_problems(self, extra: Any) -> list[str]:
+        """Return the reasons why this state cannot be saved, one line each."""
+        problems = [] if self.optimizer is None else find_problems(self.optimizer, self.params)
+        problems += find_bad_names(dict.fromkeys([*self._tensors(), *self._names()]))
+        try:
+            self._values(extra)
+        except CheckpointError as error:
+            problems += [problem.removeprefix("values.") for problem in error.problems]
+        return problems
+
+    def content(self, extra: Any, host: HostCopies) -> RankContent:
+        """Return this rank's tensors and values, copied to host memory.
+
+        Call it only if ``find_save_problems`` found none.
+
+        Args:
+            extra: as given to ``save_checkpoint``.
+            host: where the copies are.
+        """
+        state = None
+        if self.optimizer is not None:
+            state = read_optimizer(self.optimizer, self.params)
+        model, states = self._tensors(), {} if state is None else state.tensors()
+        values = self._values(extra)
+        names = [(key, name) for key, each in states.items() for name in each]
+        live = [*model.values(), *(states[key][name] for key, name in names), *values.tensors]
+        copies = iter(host.take(live))
+        model = {key: next(copies) for key in model}
+        for key, name in names:
+            states[key][name] = next(copies)
+        metadata = replace(self.metadata, optimizer=None if state is None else state.record())
+        return RankContent(metadata, model, states, Packed(values.json, list(copies)))
+
+    def _values(self, extra: Any) -> Packed:
+        """Pack everything that is not sharded."""
+        state = self._state()
+        values = {
+            "extra": extra,
+            "model": {key: part for key, part in state.items() if not isinstance(part, Tensor)},
+            "rng": {
+                "device": ops.get_rng_state(self.model._fsdp_unit.device),
+                "host": torch.get_rng_state(),
+            },
+        }
+        for name, each in self.objects.items():
+            with _naming(f"{name}.state_dict()"):
+                values[_topic(name)] = each.state_dict()
+        return pack(values, "values")
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the state dict's tensors, tied ones once."""
+        return {
+            key: value
+            for key, value in self._state().items()
+            if isinstance(value, Tensor) and key not in self.metadata.ties
+        }
+
+    def _state(self) -> dict[str, Any]:
+        """Return this rank's shards, whatever state dict type the user has chosen."""
+        with unchosen(self._module):
+            return self._module.state_dict()
+
+    def target(self) -> LoadTarget:
+        """Return the tensors that this rank needs, by key and shape.
+
+        Raises:
+            CheckpointError: if state cannot be written to the optimizer.
+        """
+        sharded = {record.key for record in self.metadata.params}
+        tensors = self._tensors()
+        unsharded = {key: tuple(t.shape) for key, t in tensors.items() if key not in sharded}
+        if self.optimizer is None:
+            return LoadTarget(self.metadata, unsharded)
+        raise_if(find_problems(self.optimizer, self.params))
+        known = OptimizerParams(self.params)
+        groups = [known.keys(*group["params"]) for group in self.optimizer.param_groups]
+        return LoadTarget(self.metadata, unsharded, groups)
+
+    def names(self) -> list[str]:
+        """Return the names of all parameters and buffers of the model before it was wrapped."""
+        return [*self._names(), *self.target().unsharded]
+
+    def _names(self) -> list[str]:
+        members = [member.name for record in self.metadata.params for member in record.members]
+        return [*members, *self.metadata.ties]
+
+    def find_load_problems(self, loaded: LoadedStep) -> list[str]:
+        """Return the reasons why ``loaded`` does not fit, one line each."""
+        problems = [
+            f"the checkpoint holds no {name}; load without one"
+            for name in self.objects
+            if _topic(name) not in loaded.values
+        ]
+        if self.optimizer is not None:
+            state = self._optimizer_state(loaded)
+            problems += find_write_problems(self.optimizer, self.params, state)
+        return problems
+
+    def load(self, loaded: LoadedStep, *, strict: bool) -> None:
+        """Change model, optimizer and other objects to the loaded state.
+
+        Call it only if ``find_load_problems`` found none on any rank.
+        """
+        self._load_model(loaded, strict)
+        if self.optimizer is not None:
+            state = self._optimizer_state(loaded)
+            cast = {
+                key
+                for key, param in self.params.items()
+                if loaded.saved_dtypes.get(key, {param.dtype}) != {param.dtype}
+            }
+            write_optimizer(self.optimizer, self.params, state, cast=cast)
+        for name, each in self.objects.items():
+            with _naming(f"{name}.load_state_dict()"):
+                each.load_state_dict(loaded.values[_topic(name)])
+        ops.sync()
+        if loaded.same_ranks:
+            self._set_rng_state(loaded.values.get("rng"))
+
+    def _optimizer_state(self, loaded: LoadedStep) -> OptimizerState:
+        """Return the loaded optimizer state with sharded tensors in the shapes of the shards, and
+        the present state of parameters that are not loaded."""
+        if loaded.optimizer is None or self.optimizer is None:
+            raise CheckpointError("no optimizer state was loaded")
+        own: dict[str, dict[str, StateEntry]] = {}
+        if not self.params.keys() <= loaded.model.keys():  # those that do not change
+            states = read_optimizer(self.optimizer, self.params).states
+            own = {key: dict(s) for key, s in states.items() if key not in loaded.model}
+        states = {
+            key: {
+                name: replace(entry, value=entry.value.reshape(held_shape(self.params[key])))
+                if entry.kind is StateKind.SHARD
+                else entry
+                for name, entry in entries.items()
+            }
+            for key, entries in loaded.optimizer.states.items()
+        }
+        return replace(loaded.optimizer, states={**own, **states})
+
+    def _load_model(self, loaded: LoadedStep, strict: bool) -> None:
+        live = self._state()
+        state: dict[str, Any] = {
+            key: tensor.reshape(live[key].shape) for key, tensor in loaded.model.items()
+        }
+        for alias, canonical in self.metadata.ties.items():
+            if alias in live and canonical in state:
+                state[alias] = state[canonical]
+        state.update(loaded.values.get("model", {}))
+        with unchosen(self._module):
+            self._module.load_state_dict(state, strict=strict)
+
+    def _set_rng_state(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            return
+        ops.set_rng_state(state["device"], self.model._fsdp_unit.device)
+        # CPU ranks are threads that share the generator of the process.
+        if current_rank_thread() is None or ops.rank() == 0:
+            torch.set_rng_state(state["host"])
+
+
+@contextmanager
+def _naming(call: str) -> Iterator[None]:
+    """Name a method of the user's in whatever it raises."""
+    try:
+        yield
+    except Exception as error:  # the user's code may raise anything
+        raise CheckpointError([f"{call}: {line}" for line in lines_of(error)]) from error
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as numbers of Python.
+
+    Raises:
+        CheckpointError: if there are other things than numbers.
+    """
+    if not isinstance(metrics, Mapping):
+        raise CheckpointError(f"metrics is {metrics!r}; expected numbers by name")
+    plain: dict[str, float] = {}
+    problems: list[str] = []
+    for name, value in metrics.items():
+        try:
+            plain[str(name)] = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            problems.append(f"metrics[{name!r}] is {value!r}; expected a number")
+    raise_if(problems)
+    return plain
+
+
+def _topic(name: str) -> str:
+    """Return the name under which an object's state is among a file's values."""
+    return name if name == LR_SCHEDULER else f"object {name}"
+
+
+# Keys are each rank's own model, so CPU ranks, which are threads of one process, do not share
+# entries.
+_pending: WeakKeyDictionary[ShardedModule, PendingSave] = WeakKeyDictionary()
+"""The last save of each model, which may still be written, or deleting older steps."""
+_replaced: WeakKeyDictionary[ShardedModule, frozenset[str]] = WeakKeyDictionary()
+"""Tokens of the jobs from whose directories the model was loaded, which it goes on from."""
+
+
+class _SavedPlace(NamedTuple):
+    """Where a rank has saved a model last: ranks on CPU are threads of one process."""
+
+    rank: int
+    where: str
+    step: int
+
+
+_saved_places: WeakKeyDictionary[ShardedModule, _SavedPlace] = WeakKeyDictionary()
+_saved_lock = threading.Lock()
+
+
+def _find_other_model(model: ShardedModule, place: _SavedPlace) -> Iterator[str]:
+    """Yield a line if another model of this job has just saved the same step, which this one would
+    replace; a model that was loaded goes on for another one."""
+    with _saved_lock:
+        others = [each for each, known in _saved_places.items() if known == place]
+    if not _replaced.get(model) and any(each is not model for each in others):
+        yield (
+            f"{place.where}: step {place.step} was saved there by another model, whose files this "
+            f"one would replace; save each model to a directory of its own"
+        )
+
+
+class PendingSave:
+    """A save that a thread may still be writing."""
+
+    def __init__(self, save: Save, host: HostCopies | None) -> None:
+        self._save, self._host = save, host
+        self._done = False
+        self.reusable: HostCopies | None = None  # once nothing reads them any more
+
+    def wait(self) -> None:
+        """Wait until the step is complete on disk. Every rank must call it.
+
+        Raises:
+            CheckpointError: if a rank could not write its file. The step does not count then.
+        """
+        done, self._done = self._done, True
+        if not done:
+            self._save.wait()
+            self.reusable = self._host
+
+    def finish(self) -> None:
+        """Wait until older steps are deleted, too. Every rank must call it.
+
+        Raises:
+            CheckpointError: as ``wait``.
+        """
+        self.wait()
+        self._save.finish()
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: ShardedModule,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Stateful | None = None,
+    extra: Any = None,
+    step: int | None = None,
+    *,
+    keep_last: int | None = None,
+    asynchronous: bool = False,
+    file_format: Literal["safetensors", "pth"] = "safetensors",
+    take_over: bool = False,
+) -> PendingSave:
+    """Save a training job. Every rank calls it, outside of forward and backward, and writes its
+    own shards; ranks that only hold replicas write nothing.
+
+    If the save fails or the job is killed, earlier complete steps remain; the new step counts only
+    when all of it is on disk. Hosts without a shared file system store their own ranks' files.
+
+    The first save of a job makes it the owner of ``directory``, if that has none, or if the model
+    was loaded from there since; any other job that saves there then raises an error.
+
+    Args:
+        directory: of all checkpoints of a run: a path, or a URL that fsspec knows (``gs://...``).
+        model: the sharded model.
+        optimizer: the optimizer of its parameters.
+        lr_scheduler: any object with ``state_dict``.
+        extra: values of this rank: numbers, strings, tensors, numpy arrays, and lists, tuples, sets
+            and dicts of them.
+        step: required; not below the latest complete step in ``directory``. If it is equal, the old
+            files are replaced once the new ones are complete.
+        keep_last: number of complete steps to leave when this one is complete; older ones are
+            deleted. None deletes none. Remains of incomplete saves are deleted in any case.
+        asynchronous: copy everything to host memory and return; a thread writes it. The next save
+            and load, and ``wait()`` of the result, wait for the thread and raise its errors. If
+            none of these comes, the process ends only when the step is complete, or else says so
+            and ends with exit code 1.
+        file_format: "safetensors", or "pth" for files that the tools of torch_xla read, too.
+        take_over: become the owner of ``directory`` though another job is.
+
+    Returns:
+        A handle; without ``asynchronous`` its ``wait()`` returns at once.
+
+    Raises:
+        TypeError: if ``model`` is not sharded by FSDP.
+        ValueError: for a wrong ``step``, ``keep_last`` or ``file_format``.
+        CheckpointError: on all ranks, with every problem of every rank, also of an earlier
+            asynchronous save; if ranks disagree about ``step``, ``keep_last`` or ``file_format``;
+            if another job owns ``directory``.
+    """
+    number = whole_number("step", step, 0)
+    keep = Keep(number_or_none("keep_last", keep_last))
+    _check_arguments(model, file_format)
+    options = SaveOptions(keep, asynchronous, file_format, take_over)
+    objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
+    return start_save(directory, model, optimizer, objects, extra, number, options)
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Options of ``start_save``: those of ``save_checkpoint``, and ``metrics`` of the step."""
+
+    keep: Keep = field(default_factory=Keep)
+    asynchronous: bool = False
+    file_format: str = "safetensors"
+    take_over: bool = False
+    metrics: Mapping[str, Any] | None = None
+
+
+@torch.inference_mode(False)  # or no later save could write over the copies
+def start_save(
+    directory: str | os.PathLike[str],
+    model: ShardedModule,
+    optimizer: Optimizer | None,
+    objects: Mapping[str, Stateful],
+    extra: Any,
+    step: int,
+    options: SaveOptions,
+) -> PendingSave:
+    """Save as ``save_checkpoint``, with any objects beside the model."""
+    host, ranks = wait_for_earlier(model) or HostCopies(), own_ranks()
+    with ranks.failing_together():
+        state = TrainState(model, optimizer, objects)
+        file = ShardFile(state.metadata.rank, state.metadata.world_size, options.file_format)
+        job = Job(job_token(), _replaced.get(model, frozenset()), options.take_over)
+        metrics = plain_metrics(options.metrics or {})
+        problems = [
+            f"objects: the name {name!r} is a {type(name).__name__}, expected a string"
+            for name in objects
+            if not isinstance(name, str)
+        ]
+        problems += state.find_save_problems(extra)
+        same = {"optimizer": state.kind_of_optimizer}
+        storage = open_storage(directory)
+        place = _SavedPlace(ranks.rank, storage.where, step)
+        problems += _find_other_model(model, place)
+        save = Save(storage, ranks, file, step, options.keep, job, metrics, same)
+    save.begin(problems)
+    with _saved_lock:
+        _saved_places[model] = place
+    try:
+        content = state.content(extra, host)
+    except Exception as error:  # raised by wait(), on all ranks: none may wait for this one
+        save.give_up(error)
+    else:
+        save.start(content, write_rank_file)
+    pending = _pending[model] = PendingSave(save, host if options.asynchronous else None)
+    if not options.asynchronous:
+        pending.wait()
+    return pending
+
+
+@torch.inference_mode(False)  # which would make all that is loaded unfit for training
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    model: ShardedModule,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Stateful | None = None,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    missing_ok: bool = False,
+) -> Loaded:
+    """Load a checkpoint of ``save_checkpoint`` onto any number of ranks, units and sharding groups,
+    flattened or not. Every rank calls it, and reads only what it needs.
+
+    Args:
+        directory: the argument of ``save_checkpoint``.
+        model: the sharded model.
+        optimizer: the optimizer of its parameters, with the same groups; it need not have made a
+            step. Its hyperparameters are replaced, as by its own ``load_state_dict``.
+        lr_scheduler: any object with ``load_state_dict``.
+        step: the step to load; None for the latest one that is complete for all ranks.
+        strict: whether names that only the checkpoint or only the model has are errors. Otherwise
+            names that only the checkpoint has are ignored, and tensors that it lacks do not change.
+        missing_ok: return without loading if there is no complete step, rather than raise.
+
+    Returns:
+        ``{"step": ..., "extra": ...}``, both None if there was nothing to load. On as many ranks as
+        saved it, each rank gets its own ``extra`` and the states of its random number generators;
+        otherwise every rank gets rank 0's ``extra``, and the generators do not change. Of replicas
+        one is saved, and all get what was its own.
+
+    Raises:
+        TypeError: if ``model`` is not sharded by FSDP.
+        ValueError: if ``step`` is no whole number.
+        CheckpointError: on all ranks, with every problem of every rank; nothing has changed then.
+    """
+    check_wrapped(model)
+    if step is not None:
+        step = whole_number("step", step, 0)
+    wait_for_earlier(model)
+    objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
+    ranks = own_ranks()
+    with ranks.failing_together():
+        state, storage = TrainState(model, optimizer, objects), open_storage(directory)
+    agreed = {"step": step, "strict": strict, "optimizer": state.kind_of_optimizer}
+    attempt, owners = _agreed_attempt(storage, ranks, step, agreed)
+    if attempt is None and missing_ok:
+        go_on_from(model, owners)
+        return {"step": None, "extra": None}
+    if attempt is None:
+        raise CheckpointError(f"{storage.where} holds no complete step that all ranks see")
+    selection = Selection(strict=strict)
+    loaded, problems, _ = read_state(state, storage, attempt, selection)
+    ranks.all_gather_or_raise(problems)
+    load_together(state, loaded, ranks, strict=strict)
+    go_on_from(model, owners)
+    return {"step": attempt.step, "extra": loaded.values.get("extra")}
+
+
+def read_state(
+    state: TrainState, storage: Storage, attempt: Attempt, selection: Selection
+) -> tuple[Any, list[str], bool]:
+    """Return what a rank needs of an attempt, the reasons why it cannot be loaded, and whether the
+    attempt may be whole nevertheless. Changes nothing."""
+    try:
+        loaded = load_step(storage, attempt, state.target(), selection)
+        where = f"{storage.where}/{attempt.folder}"
+        problems = [f"{where}: {problem}" for problem in state.find_load_problems(loaded)]
+    except Exception as error:  # raised by all ranks, once they know of each other's
+        damaged = isinstance(error, CheckpointError) and not isinstance(error, MismatchError)
+        return None, lines_of(error), not damaged
+    return loaded, problems, bool(problems)
+
+
+def load_together(state: TrainState, loaded: LoadedStep, ranks: Ranks, *, strict: bool) -> None:
+    """Load what was found to fit; what fails nevertheless on one rank is raised by all."""
+    with ranks.failing_together():
+        state.load(loaded, strict=strict)
+    ranks.all_gather_or_raise([])
+
+
+def go_on_from(model: ShardedModule, owners: frozenset[str]) -> None:
+    """Let saves of ``model`` replace those of the jobs that owned the directories it has loaded
+    from."""
+    _replaced[model] = _replaced.get(model, frozenset()) | owners
+
+
+def _check_arguments(model: Any, file_format: str) -> None:
+    check_wrapped(model)
+    if file_format not in SUFFIXES:
+        raise ValueError(f"file_format={file_format!r}; expected one of {', '.join(SUFFIXES)}")
+
+
+def check_wrapped(model: Any) -> None:
+    if not isinstance(model, ShardedModule):
+        raise TypeError(
+            f"model is a {type(model).__name__}; expected the outermost module that was wrapped "
+            f"with XlaFullyShardedDataParallel or given to fully_shard. Save other modules with "
+            f"torch.save"
+        )
+
+
+def own_ranks() -> Ranks:
+    """Return the ranks of this job, as the calling one sees them."""
+    return Ranks(ops.rank(), ops.world_size(), exchange)
+
+
+def wait_for_earlier(model: ShardedModule) -> HostCopies | None:
+    """Wait until the last save of ``model`` is complete, and older steps are deleted; return the
+    host memory that it used, if it was asynchronous."""
+    earlier = _pending.pop(model, None)
+    if earlier is None:
+        return None
+    earlier.finish()
+    return earlier.reusable
+
+
+LOOKS = 3
+"""How often ranks look for a step that all see: another job may save and delete meanwhile."""
+
+
+def _agreed_attempt(
+    storage: Storage, ranks: Ranks, step: int | None, agreed: Mapping[str, Any], looks: int = LOOKS
+) -> tuple[Attempt | None, frozenset[str]]:
+    """Return the latest save that every rank sees as complete, None if there is none; and the
+    tokens of the jobs that own the directories.
+
+    Raises:
+        CheckpointError: if ``step`` is given and not complete, or files cannot be read; if ranks
+            disagree about ``agreed``.
+    """
+    own: list[Attempt] = []
+    some = False  # steps, complete or not
+    others: list[int] = []  # complete steps to name in the error, if this one is not there
+    problems: list[str] = []
+    owner: JobRecord | None = None
+    try:
+        owner = owner_of(storage)
+        own = list(islice(newest_complete(storage, step), LOOKED_AT))
+        some = bool(own or all_attempts(storage))
+        if not own:
+            others = [each.step for each in islice(newest_complete(storage), LOOKED_AT)]
+    except CheckpointError as error:
+        problems = error.problems
+    job = owner and owner.job
+    seen_here = (storage.where, own, others, job, some, agreed)
+    by_rank = ranks.all_gather_or_raise(problems, seen_here)
+    raise_if(list(disagreements([asked for *_, asked in by_rank])))
+    common = set.intersection(*({Attempt(*each) for each in seen} for _, seen, *_ in by_rank))
+    if not common and step is not None:
+        complete = sorted({each for _, _, steps, *_ in by_rank for each in steps})
+        hint = f"; there is {', '.join(map(str, complete))}" if complete else ""
+        raise CheckpointError(f"{by_rank[0][0]} holds no step {step} that is complete{hint}")
+    if not common and looks > 1 and any(some for *_, some, _ in by_rank):
+        return _agreed_attempt(storage, ranks, step, agreed, looks - 1)
+    owners = frozenset(job for *_, job, _, _ in by_rank if job is not None)
+    return max(common, default=None), owners

@@ -1,0 +1,752 @@
+"""Patches of torch_xla for ranks that are threads of one process.
+
+Without them, several CPU devices in one process hang or abort when ranks compile different programs
+or reach a collective at different times. The patches give collectives a channel id and record them,
+and let syncs and reads wait for the other ranks (``cpu_ranks.Run``).
+Invariants: outside of a run every call goes to torch_xla unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import queue
+import re
+import resource
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla._internal.pjrt as pjrt
+import torch_xla.core.xla_model as xm
+import torch_xla.experimental.scan as scan
+import torch_xla.runtime as xr
+from torch import Tensor
+from torch_xla.distributed.parallel_loader import ParallelLoader
+
+from xla_fsdp.distributed.cpu_ranks import Run, current_rank_thread
+from xla_fsdp.distributed.forks import QuietForks
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.lost import LostTensor
+from xla_fsdp.xla.ops import Groups, index_of
+
+CHANNEL = 1
+"""Ranks that execute a collective find each other by its channel id. Without one they do by the
+compiled module, which may differ between ranks."""
+
+COLLECTIVE_NODES = re.compile(
+    r"xla::(all_gather|all_reduce|cross_replica_sum|reduce_scatter|all_to_all|collective_permute"
+    r"|fsdp_scan)"  # loops of xla/loop.py
+)
+
+
+@dataclass
+class RunSlot:
+    """The run in progress, for the replaced functions of torch_xla; one slot per process.
+
+    If there is none, ``start_ranks(fn, args)`` is called in place of ``torch_xla.launch``.
+    ``library`` holds the operators that are replaced.
+    """
+
+    run: Run | None = None
+    start_ranks: Callable[[Any, Any], Any] | None = None
+    library: torch.library.Library | None = None
+
+
+@functools.cache
+def run_slot() -> RunSlot:
+    """Return this process's slot; the first call replaces torch_xla's functions."""
+    # They stay replaced: modules imported during a run may have imported them by name.
+    slot = RunSlot()
+    _CpuCollectives(slot).install()
+    _replace_step_marker(slot)
+    _replace_wait(slot)
+    _replace_reads(slot)
+    slot.library = fallbacks_as_reads()
+    _replace_seeding(slot)
+    _replace_spawn(slot)
+    _replace_process_groups(slot)
+    _replace_loader_thread(slot)
+    _replace_memory_info()
+    _replace_state_of_traces(slot)
+    _prepare_forks(slot)
+    return slot
+
+
+@contextlib.contextmanager
+def running(run: Run) -> Iterator[None]:
+    """Make ``run`` the run of this process inside the block.
+
+    If the block raises, all ranks must have ended: what they left uncomputed is dropped.
+
+    Raises:
+        RuntimeError: if there is a run already.
+    """
+    slot = run_slot()
+    if slot.run is not None:
+        raise RuntimeError("a launch is running in another thread of this process; wait for it")
+    slot.run = run
+    try:
+        with ops.using_runtime(_CpuRanks(run)):
+            yield
+    except BaseException:
+        drop_pending(run.num_ranks)
+        raise
+    finally:
+        slot.run = None
+
+
+class PatchedRuntime(ops.RankRuntime):
+    """How ranks run where ``fallbacks_as_reads`` is in force."""
+
+    def __init__(self) -> None:
+        self._without_values: list[int] = []
+
+    @contextlib.contextmanager
+    def without_values(self) -> Iterator[None]:
+        rank = index_of(ops.device())
+        self._without_values.append(rank)
+        try:
+            yield
+        finally:
+            self._without_values.remove(rank)
+
+    def has_values(self, rank: int) -> bool:
+        return rank not in self._without_values
+
+
+class _CpuRanks(PatchedRuntime):
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def begin_collective(self, value: Tensor) -> None:
+        pass  # keep torch_xla's order: programs of CPU ranks may differ, their order must not
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        return self._run.exchange(index_of(ops.device()), data)
+
+    def expect_on_all_ranks(self, fact: Callable[[], str]) -> None:
+        self._run.expect(index_of(ops.device()), fact())
+
+    def compares_facts(self) -> bool:
+        return True
+
+    def run_together(
+        self, run: Callable[[], list[Tensor]], prepare: Callable[[], None] | None = None
+    ) -> list[Tensor]:
+        rank = index_of(ops.device())
+        _wait_for(rank)  # the call below would, and hold the interpreter's lock meanwhile
+        if prepare is not None:
+            with self._run.execution:
+                prepare()
+        # After the last rank has compiled: in a collective, XLA lets ranks wait for 15 s only.
+        if self._run.needs_gate(rank):
+            self._run.pass_gate(rank)
+            outputs = run()
+            self._run.begin_execution(rank)
+            return outputs
+        return run()
+
+    def traced_collectives(self) -> tuple[str, ...]:
+        return self._run.traced(index_of(ops.device()))
+
+    def forget_collectives(self) -> None:
+        self._run.forget(index_of(ops.device()))
+
+    def repeat_collectives(self, collectives: Sequence[str]) -> None:
+        self._run.repeat(index_of(ops.device()), collectives)
+
+    @contextlib.contextmanager
+    def keep_host_rng(self) -> Iterator[None]:
+        thread = current_rank_thread()
+        seeding = thread is not None and self._run.is_seeding(thread.rank)
+        yield
+        if thread is not None and seeding:
+            self._run.resume_seeding(thread.rank)
+
+
+# ---------------------------------------------------------------- a rank's thread
+
+
+def prepare_cpu_ranks() -> None:
+    """Make all devices of this process replicas of one job, before any rank or backward runs."""
+    pjrt.initialize_multiprocess(0, 1)
+    # A world size asked for before this point was cached as 1.
+    xr._WORLD_SIZE = None
+    # Starts autograd's threads while there are no others. Where several ranks made the first
+    # backward of a process at once, it ended with a segmentation fault in 4 of 1,767 runs.
+    ops.let_backward_reach_devices()
+    # Likewise where they compiled their first programs at once: 13 of 1,473, and 2 of 950 since.
+    ops.compute([ops.upload(torch.zeros(())) + 1])
+
+
+def enter_cpu_rank(rank: int) -> None:
+    """Let the calling thread trace on device number ``rank``."""
+    torch_xla._XLAC._xla_set_default_device(f"xla:{rank}")
+    xr._init_world_size_ordinal()
+    ops.let_backward_reach_devices()
+
+
+def leave_cpu_rank(rank: int) -> None:
+    """Wait for the device, and discard what an unfinished step left for a later sync."""
+    # The C++ runtime aborts if something is still executed when the interpreter exits.
+    _wait_for(rank)
+    discard_unfinished(rank)
+
+
+def discard_unfinished(rank: int) -> None:
+    """Discard what an unfinished step left on device number ``rank`` for a later sync."""
+    torch_xla._XLAC._set_all_reduce_token(f"xla:{rank}", None)
+    context = vars(xm._get_device_context(f"xla:{rank}"))
+    context.pop("step_closures", None)
+    context.pop("async_step_closures", None)
+
+
+def _wait_for(rank: int) -> None:
+    torch_xla._XLAC._xla_wait_device_ops(devices=[_runtime_name(rank)])
+
+
+def _runtime_name(rank: int) -> str:
+    # What the call above expects; "xla:0" raises an IndexError.
+    return f"CPU:{rank}"
+
+
+# ---------------------------------------------------------------- what a failed run leaves behind
+
+
+class TensorOfFailedRun(LostTensor):
+    """A tensor that was never computed, as the run that traced it failed."""
+
+    why = (
+        "launch failed while it was pending, and its collectives cannot run any more. Make it "
+        "again in the new run, or restore it from a checkpoint; a gradient is set to None by "
+        "optimizer.zero_grad()."
+    )
+
+
+def drop_pending(num_ranks: int) -> None:
+    """Let no live tensor need anything that is still to be computed.
+
+    A sync computes all live tensors of its device. Of those of a failed run each rank holds others,
+    in tracebacks, reference cycles or global variables, so that the next run's ranks would execute
+    different collectives.
+    """
+    with ops.no_collection(), torch._C.DisableTorchFunctionSubclass():
+        for tensor in ops.tensor_objects():
+            # Raised for what torch left behind after an error, whose tensor has been freed, and
+            # for subclasses around other tensors, which are found by themselves.
+            with contextlib.suppress(RuntimeError):
+                if ops.is_pending(tensor):
+                    tensor.__class__ = TensorOfFailedRun
+                if tensor.is_leaf and tensor.grad is not None and ops.is_pending(tensor.grad):
+                    _lose_gradient(tensor)
+    # What these have in place of a value ends the process when a program reads it.
+    for rank in range(num_ranks):
+        torch_xla._XLAC._clear_pending_irs(f"xla:{rank}")
+
+
+def _lose_gradient(leaf: Tensor) -> None:
+    """Make the gradient of ``leaf`` a LostTensor, which autograd, in C++, would add the next to."""
+    own = weakref.ref(leaf)
+
+    def refuse(_: Tensor) -> None:
+        current = own()
+        if current is not None and isinstance(current.grad, LostTensor):
+            raise TensorOfFailedRun.error("backward")
+        handle.remove()
+
+    leaf.grad.__class__ = TensorOfFailedRun
+    handle = leaf.register_hook(refuse)
+
+
+# ---------------------------------------------------------------- syncs, reads, seeding, spawning
+
+
+def _replace_step_marker(slot: RunSlot) -> None:
+    original = torch_xla._XLAC._xla_step_marker
+
+    def step_marker(
+        device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
+    ) -> None:
+        if slot.run is None:
+            original(device, list(devices), wait=wait, reset_scope=reset_scope)
+            return
+        # Not current_rank_thread(): a sync in a backward hook runs in autograd's own thread.
+        on = device or torch_xla._XLAC._xla_get_default_device()
+        rank = index_of(on)
+        # The call below waits for the previous execution on its device, and holds the lock and the
+        # interpreter's lock meanwhile. That execution may need either, and a rank that waits in a
+        # collective needs this one: so it is over before.
+        _wait_for(rank)
+        last = None
+        together = slot.run.needs_gate(rank)
+        if together:
+            if rank in slot.run.in_collectives:
+                # A sync computes what is alive. The results of a collective may be so on one rank
+                # only, until the garbage collector or a thread of autograd drops them there, too.
+                last = _after_collectives(on)
+            slot.run.pass_gate(rank)
+        with slot.run.execution:
+            original(on, list(devices), wait=False, reset_scope=reset_scope)
+        if together:
+            slot.run.begin_execution(rank)
+        del last
+        if wait:  # not under the lock: the execution may need ranks that have yet to take it
+            _wait_for(rank)
+
+    torch_xla._XLAC._xla_step_marker = step_marker
+
+
+def _replace_wait(slot: RunSlot) -> None:
+    """Let ``xm.wait_device_ops()`` wait for the caller's device only.
+
+    torch_xla waits for all devices of the process, and takes the locks of all. A rank whose program
+    the awaited execution needs could not start it.
+    """
+    original = torch_xla._XLAC._xla_wait_device_ops
+
+    def wait_device_ops(devices: Sequence[str] = ()) -> None:
+        if slot.run is not None and not devices:
+            devices = [_runtime_name(index_of(ops.device()))]
+        original(devices=list(devices))
+
+    torch_xla._XLAC._xla_wait_device_ops = wait_device_ops
+
+
+def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Wrap the functions that copy values to the host, so that they call ``before`` first.
+
+    Args:
+        before: called with the tensor, or list of tensors, that is read.
+
+    Returns:
+        Owner, name and wrapper of each function.
+    """
+    functions = [
+        *((Tensor, name) for name in ("item", "tolist", "numpy", "cpu", "to", "__repr__")),
+        *((Tensor, name) for name in ("__bool__", "__int__", "__float__")),
+        # These take lists of tensors; xm.save and xm.mesh_reduce call them.
+        (torch_xla._XLAC, "_xla_sync_multi"),
+        (torch_xla._XLAC, "_xla_get_cpu_tensors"),
+    ]
+
+    def wrapped(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(value: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if name != "to" or _names_cpu(*args, **kwargs):
+                before(value)
+            return original(value, *args, **kwargs)
+
+        return read
+
+    return [(owner, name, wrapped(getattr(owner, name), name)) for owner, name in functions]
+
+
+def fallbacks_as_reads() -> torch.library.Library:
+    """Let operators that torch_xla computes on the host read their inputs as Python code does.
+
+    While the result exists, they call ``torch_xla._XLAC._xla_get_cpu_tensors``, which
+    ``host_reads`` wraps. C++ alone would execute the collectives that the inputs need without the
+    other ranks, and while autograd replays a view, it would wait for them with the GIL held.
+    """
+
+    def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+        lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
+        if lazy and not ops.runtime().has_values(index_of(lazy[0].device)):
+            raise ops.NoValueError(
+                "values were asked for, while the blocks of a loop are traced without any, by an "
+                "operator that torch_xla computes on the host, or by the gradient of one"
+            )
+        copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy))
+        return [next(copies) if each.device.type == "xla" else each for each in tensors]
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it replaces torch_xla's
+        library.impl("_to_cpu", to_cpu, "XLA", allow_override=True)
+    return library
+
+
+def rendezvous(
+    payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None
+) -> list[bytes]:
+    """``xm.xla_rendezvous``, which ``xm.rendezvous`` and ``xm.mesh_reduce`` call, without programs
+    of its own: they would hold one rank's payload as a constant."""
+    torch_xla.sync()
+    return ops.runtime().exchange(payload)
+
+
+def _names_cpu(*args: Any, **kwargs: Any) -> bool:
+    targets = [*args[:1], kwargs.get("device"), kwargs.get("other")]
+    return any(
+        str(target.device if isinstance(target, Tensor) else target).startswith("cpu")
+        for target in targets
+        if target is not None
+    )
+
+
+def _replace_reads(slot: RunSlot) -> None:
+    """Let ranks wait for each other before they read a value that needs pending collectives.
+
+    torch_xla's C++ executes them at once. Ranks that traced different collectives would then read
+    each other's memory, or wait until XLA aborts the process.
+    """
+
+    def before(value: Any) -> None:
+        if slot.run is not None:
+            _compute_together(slot.run, [value] if isinstance(value, Tensor) else value)
+
+    for owner, name, read in host_reads(before):
+        setattr(owner, name, read)
+
+
+def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
+    # Fake tensors, say, of a tracer have no values, and are no tensors of torch_xla.
+    real = [t for t in tensors if type(t).__torch_dispatch__ is Tensor.__torch_dispatch__]
+    lazy = [t for t in real if t.device.type == "xla"]
+    if not lazy or index_of(lazy[0].device) not in run.in_collectives:
+        return
+    # A value that needs no collective can be read by one rank alone.
+    if COLLECTIVE_NODES.search(torch_xla._XLAC._get_xla_tensors_text(lazy)):
+        on = str(lazy[0].device)
+        random_state = xm.get_rng_state(on)
+        torch_xla._XLAC._xla_step_marker(on, [], wait=True, reset_scope=False)
+        xm.set_rng_state(random_state, on)  # which a sync changes, and a read does not
+        # As torch_xla.sync() does: the old token depends on parameters whose buffers the program
+        # has reused, so the next program would fail. Step closures still wait for the sync.
+        torch_xla._XLAC._set_all_reduce_token(on, None)
+
+
+def _replace_seeding(slot: RunSlot) -> None:
+    """Let no other rank seed while one seeds and builds its model: they share one generator."""
+    original = torch.manual_seed
+
+    @functools.wraps(original)
+    def manual_seed(seed: int) -> torch.Generator:
+        thread = current_rank_thread()
+        if slot.run is not None and thread is not None:
+            slot.run.begin_seeding(thread.rank)
+        return original(seed)
+
+    torch.manual_seed = manual_seed
+
+
+def _replace_spawn(slot: RunSlot) -> None:
+    original = pjrt.spawn
+
+    def spawn(fn: Any, nprocs: Any = None, start_method: str = "spawn", args: Any = ()) -> Any:
+        if slot.run is not None:
+            return fn(xr.global_ordinal(), *args)
+        if slot.start_ranks is not None:
+            return slot.start_ranks(fn, args)
+        return original(fn, nprocs, start_method, args)
+
+    pjrt.spawn = spawn
+
+
+def _replace_process_groups(slot: RunSlot) -> None:
+    original = torch.distributed.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if slot.run is not None and slot.run.num_ranks > 1:
+            raise RuntimeError(
+                "torch.distributed.init_process_group was called on one of several CPU ranks. They "
+                "are threads of one process, which has one process group and would be rank 0 of "
+                "it on all of them. Leave the call out here (if "
+                "torch.distributed.is_torchelastic_launched() is false, say), and ask "
+                "torch_xla.runtime for global_ordinal() and world_size()."
+            )
+        original(*args, **kwargs)
+
+    torch.distributed.init_process_group = init_process_group
+
+
+def _replace_loader_thread(slot: RunSlot) -> None:
+    """Let ranks raise what the data loaders raise from which torch_xla's threads feed them.
+
+    Else such a thread prints it, and the rank's epoch ends early, or waits for ever.
+    """
+    original = ParallelLoader._loader_worker
+
+    @functools.wraps(original)
+    def loader_worker(loader: ParallelLoader) -> None:
+        if slot.run is not None:
+            loader._cpu_loader = _Told(loader._cpu_loader, loader._exception_queue)
+        original(loader)
+
+    ParallelLoader._loader_worker = loader_worker  # type: ignore[method-assign]
+
+
+@dataclass
+class _Told:
+    """A data loader that ends where ``loader`` raises, and tells the error to the rank it is for,
+    which raises it after the batches before."""
+
+    loader: Any
+    errors: queue.Queue[Exception]
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self.loader
+        except Exception as error:  # the end of a thread that loads; the rank raises it
+            self.errors.put(error)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def _replace_state_of_traces(slot: RunSlot) -> None:
+    """Let ranks not share what torch and torch_xla keep of a trace once for all threads."""
+    original, tracing = scan.value_and_grad_partitioned, threading.RLock()
+
+    @functools.wraps(original)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with tracing:  # one rank at a time; nn.GRU is made of this
+            return original(*args, **kwargs)
+
+    allow_execution = torch_xla._XLAC._set_allow_execution
+
+    def set_allow_execution(allowed: bool) -> None:
+        # Without the check of torch_xla.compile(full_graph=True) others may execute meanwhile.
+        if slot.run is None or allowed:
+            allow_execution(allowed)
+
+    scan.value_and_grad_partitioned = traced
+    torch_xla._XLAC._set_allow_execution = set_allow_execution
+
+
+def _replace_memory_info() -> None:
+    """Let ``xm.get_memory_info`` answer for CPU devices: with the memory of the process, which all
+    ranks share, and of the machine."""
+    original = torch_xla._XLAC._xla_memory_info
+
+    def memory_info(on: str) -> dict[str, int]:
+        if xr.device_type() != "CPU":
+            return original(on)
+        page = os.sysconf("SC_PAGE_SIZE")
+        used = int(Path("/proc/self/statm").read_text().split()[1]) * page
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {
+            "bytes_used": used,
+            "bytes_limit": os.sysconf("SC_PHYS_PAGES") * page,
+            "peak_bytes_used": max(used, peak),  # the kernel counts the two apart
+        }
+
+    torch_xla._XLAC._xla_memory_info = memory_info
+
+
+def _prepare_forks(slot: RunSlot) -> None:
+    """Let ranks fork, as for workers of a DataLoader, while the others rest; in a child there is no
+    run, whose other ranks its copy of a rank's thread would wait for."""
+    forks = QuietForks()
+
+    def before() -> None:
+        if slot.run is not None:
+            forks.begin(slot.run.execution.locked)
+
+    def in_child() -> None:
+        slot.run = None
+        forks.end()
+
+    os.register_at_fork(before=before, after_in_parent=forks.end, after_in_child=in_child)
+
+
+# ---------------------------------------------------------------- collectives
+
+
+class _CpuCollectives:
+    """Replacements of xm's collectives, which use channel ids and record each call."""
+
+    def __init__(self, slot: RunSlot) -> None:
+        self._slot = slot
+        how: dict[str, Any] = {
+            "pin_layout": False,
+            "channel_id": CHANNEL,
+            "use_global_device_ids": True,
+        }
+        self._gather = self._ordered(functools.partial(xm.all_gather, **how))
+        self._scatter = self._ordered(functools.partial(xm.reduce_scatter, **how))
+
+    def install(self) -> None:
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "collective_permute"):
+            setattr(xm, name, self._replaced(getattr(xm, name), getattr(self, name)))
+        xm.all_to_all = self._recorded("all_to_all", self._ordered(xm.all_to_all))
+
+    def _ordered(self, collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Wrap ``collective``: in a run, the next one waits for it, whatever its result holds.
+
+        torch_xla multiplies its token, a zero that it adds to the input of each collective, by the
+        first element of the result: from the first NaN or infinity on, all inputs would be NaN.
+        """
+
+        @functools.wraps(collective)
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            on = torch_xla._XLAC._xla_get_default_device()
+            token = torch_xla._XLAC._get_all_reduce_token(on)
+            result = collective(*args, **kwargs)
+            if self._slot.run is not None and result.is_floating_point() and result.numel():
+                torch_xla._XLAC._set_all_reduce_token(on, token)
+                _make_token(result)
+            return result
+
+        return call
+
+    def _replaced(
+        self, original: Callable[..., Any], collective: Callable[[SimpleNamespace], Any]
+    ) -> Callable[..., Any]:
+        """Wrap ``original``: in a run, call ``collective`` with the arguments by name instead.
+
+        It may return NotImplemented, then ``original`` is called.
+        """
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = NotImplemented
+            if self._slot.run is not None:
+                given = signature.bind(*args, **kwargs)
+                given.apply_defaults()
+                result = collective(SimpleNamespace(**given.arguments))
+            return original(*args, **kwargs) if result is NotImplemented else result
+
+        return call
+
+    def _recorded(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def collective(value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._record(kind, value, f"{args} {kwargs}", [])
+            return original(value, *args, **kwargs)
+
+        return collective
+
+    def _record(self, kind: str, value: Tensor, how: str, groups: list[list[int]]) -> None:
+        run = self._slot.run
+        if run is not None and value.device.type == "xla":
+            dtype = str(value.dtype).removeprefix("torch.")
+            what = f"{kind}({dtype}{list(value.shape)}, {how}, groups {groups})"
+            run.record(index_of(value.device), what)
+            run.in_collectives.add(index_of(value.device))
+
+    def all_gather(self, given: SimpleNamespace) -> Any:
+        if given.pin_layout and not isinstance(given.value, Tensor):
+            return NotImplemented
+        groups = _all_groups(given.groups)
+
+        def gather(value: Tensor) -> Tensor:
+            self._record("all_gather", value, f"dim {given.dim}", groups)
+            return self._gather(value, given.dim, groups)
+
+        return _each(gather, given.value, given.output)
+
+    def reduce_scatter(self, given: SimpleNamespace) -> Any:
+        groups = _all_groups(given.groups)
+        reduction, scale, dim = given.reduce_type, given.scale, given.scatter_dim
+
+        def scatter(value: Tensor) -> Tensor:
+            how = f"{reduction}, scale {scale:g}, dim {dim}"
+            self._record("reduce_scatter", value, how, groups)
+            return self._scatter(reduction, value, scale, dim, given.shard_count, groups)
+
+        return _each(scatter, given.input, given.output)
+
+    def all_reduce(self, given: SimpleNamespace) -> Any:
+        """Reduce by a reduce-scatter and an all-gather.
+
+        torch_xla's all-reduce takes no channel id. These two do, and a token orders them in the
+        same way on all ranks even if their programs differ.
+        """
+        if xr.world_size() == 1:  # torch_xla returns the input
+            return NotImplemented
+        groups = _all_groups(given.groups)
+        reduction, scale = given.reduce_type, given.scale
+
+        def reduce(value: Tensor) -> Tensor:
+            self._record("all_reduce", value, f"{reduction}, scale {scale:g}", groups)
+            if not value.numel():
+                return value.clone()
+            size, ranks = value.numel(), len(groups[0])
+            flat = torch.nn.functional.pad(value.detach().reshape(-1), (0, -size % ranks))
+            shard = self._scatter(reduction, flat, scale, 0, ranks, groups)
+            return self._gather(shard, 0, groups)[:size].reshape(value.shape)
+
+        if isinstance(given.inputs, Tensor):
+            return reduce(given.inputs)
+        _each(reduce, list(given.inputs), list(given.inputs))
+        return given.inputs
+
+    def collective_permute(self, given: SimpleNamespace) -> Any:
+        """Send by an all-gather; torch_xla's collective-permute takes no channel id."""
+        groups, value = _all_groups(None), given.value
+        self._record("collective_permute", value, f"pairs {given.pairs}", groups)
+        senders = [source for source, target in given.pairs if target == xr.global_ordinal()]
+        gathered = self._gather(value.unsqueeze(0), 0, groups)
+        if not senders:
+            return torch.zeros_like(value)
+        # An input of the program, so that every rank has the same one.
+        return gathered.index_select(0, ops.upload(torch.tensor(senders)))[0]
+
+
+@torch.no_grad()
+def _make_token(result: Tensor) -> None:
+    """Make the next token from the present one and ``result``, as torch_xla does after a collective
+    with this result, but always zero."""
+    first = torch.slice_copy(ops.shaped(result, [result.numel()]), 0, 0, 1).float()
+    # Not isfinite(): its constant would be an input of the program. XLA does not see that the
+    # result, multiplied by the token, is zero.
+    finite = torch.where(first.abs() <= 1, first, 1.0)
+    # Only collectives make tokens. In this one every rank is alone: it moves nothing.
+    alone = [[rank] for rank in range(xr.world_size())]
+    torch_xla._XLAC._xla_all_reduce("sum", finite, 1.0, alone, False)
+
+
+def _after_collectives(on: str) -> Tensor:
+    """Return a tensor on device ``on`` that depends on all collectives since the last sync."""
+    alone = [[rank] for rank in range(xr.world_size())]
+    zero = torch.zeros(1, device=on)  # which the token is added to
+    return torch_xla._XLAC._xla_all_reduce("sum", zero, 1.0, alone, False)
+
+
+def _all_groups(groups: Groups) -> list[list[int]]:
+    """Return ``groups``, or one of all ranks; raise ValueError if they differ in size."""
+    if not groups:
+        return [list(range(xr.world_size()))]
+    if len({len(group) for group in groups}) > 1:
+        raise ValueError(f"groups={groups} differ in size; give every group as many ranks")
+    return [list(group) for group in groups]
+
+
+def _each(collective: Callable[[Tensor], Tensor], value: Any, output: Any) -> Any:
+    """Apply to a tensor or to each of a list of tensors; write into ``output`` if given."""
+    if isinstance(value, Tensor):
+        result = collective(value)
+        return result if output is None else _overwrite(output, result)
+    if output is not None and len(output) != len(value):
+        raise ValueError(f"output holds {len(output)} tensors, the input {len(value)}")
+    results = [collective(each) for each in value]
+    if output is None:
+        return results
+    for old, new in zip(output, results, strict=True):
+        _overwrite(old, new)
+    return output
+
+
+def _overwrite(old: Tensor, new: Tensor) -> Tensor:
+    """Give ``old`` the value and shape of ``new``, unseen by autograd, as torch_xla's own
+    collectives do."""
+    if old.shape != new.shape:
+        ops.let_go(old, new)
+        return old
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(old):
+        old.copy_(new)
+    return old

@@ -1,0 +1,121 @@
+"""Fake ranks of a TPU job: programs are traced as one of its ranks and never executed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch import Tensor
+from torch_xla.utils.dlpack import from_dlpack
+
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.cpu_rank_patches import (
+    PatchedRuntime,
+    discard_unfinished,
+    fallbacks_as_reads,
+    host_reads,
+    rendezvous,
+)
+from xla_fsdp.xla.kernels import for_tpu
+
+PAGE = 4096
+
+
+@contextlib.contextmanager
+def fake_rank(
+    rank: int, coords: Sequence[Sequence[int]], before_running: Callable[[], None]
+) -> Iterator[None]:
+    """Make the caller one rank of a TPU job, and execute nothing, inside the block.
+
+    Args:
+        rank: rank of the caller.
+        coords: coordinates of every rank on the torus.
+        before_running: called where a sync or a read would execute pending operations; no tensor
+            may be pending when it returns.
+    """
+
+    def before_read(value: Any) -> None:
+        given = [value] if isinstance(value, Tensor) else value
+        if any(ops.is_pending(each) for each in given):
+            # Where an operator reads that the host computes, tensors are made without it.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize, False):
+                before_running()
+
+    def step_marker(*args: Any, **kwargs: Any) -> None:
+        before_running()
+
+    ops.let_backward_reach_devices()
+    with contextlib.ExitStack() as stack:
+        replace = stack.enter_context
+        replace(mock.patch.multiple(xr, _WORLD_SIZE=len(coords), _ORDINAL=rank))
+        replace(ops.using_runtime(_FakeTpu(coords)))
+        replace(for_tpu())
+        replace(mock.patch.object(torch_xla._XLAC, "_xla_step_marker", step_marker))
+        replace(mock.patch.object(xm, "xla_rendezvous", rendezvous))
+        for owner, name, read in host_reads(before_read):
+            replace(mock.patch.object(owner, name, read))
+        stack.callback(fallbacks_as_reads()._destroy)
+        stack.callback(discard_unfinished, ops.index_of(ops.device()))
+        yield
+
+
+class _FakeTpu(PatchedRuntime):
+    def __init__(self, coords: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self._coords = [list(each) for each in coords]
+
+    def device_type(self) -> str:
+        return "TPU"
+
+    def torus_coords(self) -> list[list[int]]:
+        return self._coords
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        return [data] * len(self._coords)
+
+    def executes(self) -> bool:
+        return False
+
+
+class ZeroPages:
+    """Makes tensors of zeros that take no memory.
+
+    Each is a device buffer of its own. All lie over the same pages, which are never written to, so
+    that the system allocates none.
+    """
+
+    def __init__(self) -> None:
+        self._zeros = torch.empty(0, dtype=torch.uint8)
+        # Never freed: a thread of the device would drop the last reference, and who lists all
+        # tensors (gc.get_objects) meanwhile would find one half destroyed.
+        self._views: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeros on the caller's device, which must be a CPU device."""
+        if dtype.itemsize == 1 and dtype.is_floating_point:  # unknown to DLPack
+            return ops.upload(torch.zeros(tuple(shape), dtype=dtype))
+        kind = tuple(shape), dtype
+        if kind not in self._views:
+            self._views[kind] = self._view(*kind)
+        return from_dlpack(self._views[kind])
+
+    def _view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > len(self._zeros):
+            self._zeros = _unwritten(nbytes)
+        return self._zeros[:nbytes].view(dtype).view(shape)
+
+
+def _unwritten(nbytes: int) -> Tensor:
+    """Return zeros, uint8 [nbytes], of fresh pages; ``torch.zeros`` would write to them."""
+    pages = torch.from_numpy(np.zeros(nbytes + PAGE, np.uint8))
+    start = -pages.data_ptr() % PAGE  # device buffers must be aligned
+    return pages[start : start + nbytes]

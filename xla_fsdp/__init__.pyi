@@ -34,7 +34,7 @@ from .distributed.mesh import Mesh as Mesh
 from .distributed.mesh import init_mesh as init_mesh
 from .distributed.preemption import Preemption as Preemption
 from .fsdp.engine.module_state import register_fsdp_forward_method as register_fsdp_forward_method
-from .fsdp.engine.param import distribute_tensor as distribute_tensor
+from .fsdp.engine.shard_tensor import distribute_tensor as distribute_tensor
 from .fsdp.explain import explain as explain
 from .fsdp.fsdp1_options import (
     BackwardPrefetch as BackwardPrefetch,

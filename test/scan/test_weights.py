@@ -10,7 +10,7 @@ import torch
 
 from xla_fsdp.distributed.collectives import LocalCollectives
 from xla_fsdp.distributed.shard_layout import ShardLayout
-from xla_fsdp.fsdp.engine.param import ShardPacking
+from xla_fsdp.fsdp.engine.packing import ShardPacking
 from xla_fsdp.scan.weights import BlockWeights
 
 RANKS, WIDTH = 16, 1024

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xla_fsdp.fsdp.engine.deferred import take_memory
 from xla_fsdp.fsdp.engine.state import FSDPState, StateRef
 from xla_fsdp.fsdp.module_base import ShardedModule
 
@@ -68,7 +69,7 @@ class FSDPModule(ShardedModule):
         waiting = [param for param in self._fsdp_unit.group.params if param.waits_for_memory]
         result = super()._apply(fn, recurse)
         for param in waiting:
-            param.take_memory(has_values=False)
+            take_memory(param, has_values=False)
         return result
 
     def _fsdp_register_method(self, name: str) -> None:

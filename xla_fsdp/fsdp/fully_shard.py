@@ -16,7 +16,7 @@ from torch import nn
 from xla_fsdp.distributed.mesh import as_fsdp_mesh
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import attach, mark_state_dicts
-from xla_fsdp.fsdp.engine.param import view_state_dicts
+from xla_fsdp.fsdp.engine.shard_tensor import view_state_dicts
 from xla_fsdp.fsdp.fsdp_module import class_for
 from xla_fsdp.fsdp.init.build import build_unit, communicate, sharding
 from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable, refuse_subclasses

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from xla_fsdp.distributed.launcher import one_rank_at_a_time
 from xla_fsdp.fsdp.engine.module_state import is_fsdp_module, named_fsdp_modules
-from xla_fsdp.fsdp.engine.param import is_sharded
+from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations import require
 from xla_fsdp.optim.clip_grad import clip_grad_norm_

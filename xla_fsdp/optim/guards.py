@@ -26,16 +26,11 @@ from torch.optim.optimizer import (
 
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.fsdp.engine import conversions
-from xla_fsdp.fsdp.engine.param import (
-    FSDPParam,
-    is_sharded,
-    known_group,
-    known_shard,
-    owners_of_grads,
-    refuse_shown,
-)
+from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
 from xla_fsdp.fsdp.engine.param_guards import begin_step, end_step, held_shape
 from xla_fsdp.fsdp.engine.positional_state import forget_order, guard_loading
+from xla_fsdp.fsdp.engine.registry import known_group, owners_of_grads, refuse_shown
+from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
 from xla_fsdp.optim.initial_state import MakesState
 from xla_fsdp.optim.traits import (

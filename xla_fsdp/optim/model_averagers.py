@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.fsdp.engine.param import is_sharded
 from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.optim.distributed_optimizer import DelegatingOptimizer
 from xla_fsdp.optim.high_precision import masters_of
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group

@@ -20,15 +20,10 @@ from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement, known_placement
-from xla_fsdp.fsdp.engine.param import (
-    FSDPParam,
-    KnownGroup,
-    all_joined,
-    joined,
-    known_group,
-    known_shard,
-)
+from xla_fsdp.fsdp.engine.packing import all_joined, joined
+from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
 from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
 from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
 from xla_fsdp.optim.traits import needs_closure

@@ -22,8 +22,10 @@ from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, ShardParameter, is_sharded
+from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded
+from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.optim.clip_grad import Slices, clip_grads_by_norm_
 from xla_fsdp.optim.initial_state import make_state
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group

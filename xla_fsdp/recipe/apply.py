@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from xla_fsdp.distributed.mesh import TENSOR
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
-from xla_fsdp.fsdp.engine.param import is_sharded
+from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.init.managed import subclass_problems
 from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel

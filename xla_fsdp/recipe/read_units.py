@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
-from xla_fsdp.fsdp.engine.param import FSDPParam, ShardUsedError
+from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.shard_tensor import ShardUsedError
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 

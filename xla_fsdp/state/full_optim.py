@@ -24,7 +24,7 @@ from xla_fsdp.checkpoint.format import (
     StateKind,
 )
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import all_joined, own_parts
+from xla_fsdp.fsdp.engine.packing import all_joined, own_parts
 from xla_fsdp.optim.traits import takes_found_inf
 from xla_fsdp.state.optim import (
     OptimizerParams,

@@ -25,7 +25,9 @@ from xla_fsdp.fsdp.engine.module_state import (
     reshard_units,
     units_in,
 )
-from xla_fsdp.fsdp.engine.param import is_sharded, joined, known_group
+from xla_fsdp.fsdp.engine.packing import joined
+from xla_fsdp.fsdp.engine.registry import known_group
+from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.state.summon import SummonOptions, is_shown, summoned
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.host import settle

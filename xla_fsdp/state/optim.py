@@ -30,9 +30,11 @@ from xla_fsdp.checkpoint.format import (
     StateEntry,
     StateKind,
 )
-from xla_fsdp.fsdp.engine.param import StackPart, is_sharded, known_shard
+from xla_fsdp.fsdp.engine.param import known_shard
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.positional_state import in_own_order
+from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
+from xla_fsdp.fsdp.engine.slots import StackPart
 from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of
 from xla_fsdp.optim.traits import takes_found_inf
 

@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.fsdp.engine.load_hooks import MARK, Form
 from xla_fsdp.fsdp.engine.module_state import units_in
-from xla_fsdp.fsdp.engine.param import is_sharded, known_group
 from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.fsdp.engine.registry import known_group
+from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.xla import ops
 
 METADATA = "shard_metadata"

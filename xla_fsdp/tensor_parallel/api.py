@@ -27,7 +27,7 @@ from xla_fsdp.distributed.placement import (
     set_placement,
 )
 from xla_fsdp.distributed.shard_layout import join_name
-from xla_fsdp.fsdp.engine.param import is_sharded
+from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.optim import guards
 from xla_fsdp.tensor_parallel.loss_parallel import remember_head
 from xla_fsdp.tensor_parallel.parallel_module import (

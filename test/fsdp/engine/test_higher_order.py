@@ -150,14 +150,15 @@ def checkpoints_below(model: Any) -> Any:
 
 
 def full(shard: Any, value: Tensor) -> Tensor:
-    from xla_fsdp.fsdp.engine.param import gather_like
+    from xla_fsdp.fsdp.engine.shard_tensor import gather_like
 
     return gather_like(shard, value.detach()).cpu()
 
 
 def part(shard: Any, value: Tensor) -> Tensor:
     """This rank's part of an unsharded tensor."""
-    from xla_fsdp.fsdp.engine.param import known_group, known_shard
+    from xla_fsdp.fsdp.engine.param import known_shard
+    from xla_fsdp.fsdp.engine.registry import known_group
 
     param, group = known_shard(shard), known_group(shard)
     return param.slice_of([value.to(shard.device)], group.collectives.rank)

@@ -312,7 +312,7 @@ def data(rank: int) -> dict[str, Any]:
     import torch_xla
 
     from xla_fsdp import FSDPModule
-    from xla_fsdp.fsdp.engine.param import gather_like
+    from xla_fsdp.fsdp.engine.shard_tensor import gather_like
 
     def trained(model: Any, x: Tensor) -> tuple[list[Tensor], list[Any]]:
         model(x).square().sum().backward()
@@ -348,7 +348,7 @@ def test_data_of_a_parameter_that_somebody_holds_keeps_its_value() -> None:
 
 @scenarios.add
 def two_passes(rank: int) -> dict[str, list[Tensor]]:
-    from xla_fsdp.fsdp.engine.param import gather_like
+    from xla_fsdp.fsdp.engine.shard_tensor import gather_like
 
     def grads(model: Any, x: Tensor) -> list[tuple[Any, Tensor]]:
         loss = model(x).square().sum()

@@ -146,7 +146,7 @@ def numel(instruction: Instruction) -> int:
 
 def one_replica_is_shown() -> dict[str, int]:
     from xla_fsdp import XlaFullyShardedDataParallel, full_state_dict, optim_state_dict
-    from xla_fsdp.fsdp.engine.param import is_sharded
+    from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 
     model = fsdp(make(), **layout("hybrid"))
     optimizer = trained(model)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.distributed.shard_layout import LANES
 from xla_fsdp.fsdp.engine.forward_weight import compute_by
-from xla_fsdp.fsdp.engine.param import OriginalParam
+from xla_fsdp.fsdp.engine.slots import OriginalParam
 
 SMALL_BYTES = 2**24
 """Size of the largest 16-bit table whose gradient is summed in float32. For a vocabulary that would

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.plan import original_name
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import OriginalParam, own_parts
+from xla_fsdp.fsdp.engine.packing import own_parts
 from xla_fsdp.fsdp.engine.positional_state import note_order
+from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
 
 # Key of the form in a state dict's metadata, which torch has for each module.

@@ -21,11 +21,12 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
+from xla_fsdp.fsdp.engine.deferred import take_memory
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import drop_names
 from xla_fsdp.fsdp.engine.param_group import ShardedState
 from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.fsdp.engine.slots import drop_names
 from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
 from xla_fsdp.fsdp.engine.state import FSDPState
 
@@ -273,7 +274,7 @@ def _finish_loading(module: nn.Module, report: Any) -> None:
         for param in unit.group.params:
             # On the meta device before load_state_dict(assign=True).
             if not param.is_flat and param.slots.shard.is_meta:
-                param.take_memory(has_values=True)
+                take_memory(param, has_values=True)
 
 
 @in_forward(False)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_fsdp.distributed.shard_layout import join_name
-from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, is_first
+from xla_fsdp.fsdp.engine.packing import is_first
+from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.slots import OriginalParam
 
 
 @dataclass(frozen=True)

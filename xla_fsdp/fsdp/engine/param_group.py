@@ -22,17 +22,13 @@ from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
 from xla_fsdp.fsdp.engine.all_gather import AllGather, InTurn
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.embedding_grad import sum_small_in_float32
-from xla_fsdp.fsdp.engine.param import (
-    FSDPParam,
-    OriginalParam,
-    is_first,
-    remember,
-    remember_group,
-    remember_shown,
-)
+from xla_fsdp.fsdp.engine.packing import is_first
+from xla_fsdp.fsdp.engine.param import FSDPParam, remember
 from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward, reopen
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
+from xla_fsdp.fsdp.engine.registry import remember_group, remember_shown
 from xla_fsdp.fsdp.engine.schedule_log import ScheduleLog
+from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.xla import ops
 
 

@@ -17,16 +17,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import (
-    FSDPParam,
-    ShardParameter,
-    StackPart,
-    gather_like,
-    remember,
-    remember_group,
-)
+from xla_fsdp.fsdp.engine.param import FSDPParam, remember
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import held_bytes, held_shape, in_forward
+from xla_fsdp.fsdp.engine.registry import remember_group
+from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like
+from xla_fsdp.fsdp.engine.slots import StackPart
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.host import to_host
 

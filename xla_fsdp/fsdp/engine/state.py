@@ -50,10 +50,10 @@ from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.forward_weight import detached
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
 from xla_fsdp.fsdp.engine.large_linear import LinearInPieces, large_weights
-from xla_fsdp.fsdp.engine.param import refuse_shards
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, ShardedState
 from xla_fsdp.fsdp.engine.param_guards import Dummies, Reshard, in_forward
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
+from xla_fsdp.fsdp.engine.shard_tensor import refuse_shards
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import LoopCache
 

@@ -31,17 +31,10 @@ from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, sha
 from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
 from xla_fsdp.fsdp.engine.module_state import ModuleState
-from xla_fsdp.fsdp.engine.param import (
-    FSDPParam,
-    ModuleAttr,
-    OriginalParam,
-    ShardParameter,
-    is_sharded,
-    known_shard,
-    make_shard,
-    remember,
-)
+from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard, remember
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded, make_shard
+from xla_fsdp.fsdp.engine.slots import ModuleAttr, OriginalParam
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.managed import ManagedModules
 from xla_fsdp.fsdp.init.peer_values import note_values

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.placement import TensorPlacement, placement_in
-from xla_fsdp.fsdp.engine.param import (
-    known_materialized,
-    known_shard,
-    own_part,
-    remember_materialized,
-)
+from xla_fsdp.fsdp.engine.packing import own_part
+from xla_fsdp.fsdp.engine.param import known_shard
+from xla_fsdp.fsdp.engine.registry import known_materialized, remember_materialized
 from xla_fsdp.fsdp.init.managed import ManagedModules
 from xla_fsdp.wrap import Ignored
 from xla_fsdp.xla import ops

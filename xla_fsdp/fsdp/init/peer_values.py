@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.collectives import Communication
-from xla_fsdp.fsdp.engine.param import is_sharded, known_shard
+from xla_fsdp.fsdp.engine.param import known_shard
+from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.init.managed import ManagedModules
 from xla_fsdp.xla import ops
 

@@ -1,0 +1,163 @@
+"""Where the originals of a shard lie in it, and in the parts of tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xla_fsdp.distributed.mesh_axis import AxisComm
+from xla_fsdp.distributed.placement import TensorPlacement
+from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
+from xla_fsdp.fsdp.engine.slots import OriginalParam
+from xla_fsdp.xla import ops
+
+
+class ShardPacking:
+    """Converts between the original parameters of one shard and the shards of all ranks.
+
+    Args:
+        shapes: of the original parameters, in the order in which they are joined.
+        layout: how the joined originals, flat, are sharded.
+        dim: along which a single original is sharded; ``layout`` is of it with this dim first.
+
+    Attributes:
+        row_shape: shape of a single original without ``dim``.
+        row_numel: its number of elements; 0 if the original has no dims.
+        sent_shape: shape in which a shard is sent: [rows, width], or flat [n].
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], layout: ShardLayout, dim: int = 0) -> None:
+        self.shapes = tuple(shapes)
+        self.layout = layout
+        self.dim = dim
+        first = self.shapes[0]
+        self.row_shape = torch.Size([*first[:dim], *first[dim + 1 :]])
+        self.row_numel = self.row_shape.numel() if first else 0
+        self.sent_shape = self._sent_shape()
+        self._numels = [shape.numel() for shape in self.shapes]
+        self._starts = list(accumulate(self._numels, initial=0))[:-1]
+        self._padding = layout.padded_numel - layout.numel
+        # Whether shards are whole rows of one original. Padding is whole rows then, too: cutting
+        # single elements off a matrix would make the device lay out all of it again.
+        self._by_rows = (
+            len(self.shapes) == 1
+            and self.row_numel > (0 if dim else 1)
+            and self.layout.shard_numel % self.row_numel == 0
+        )
+
+    def in_rows(self, value: Tensor) -> Tensor:
+        """Move the sharded dim of the parameter to the front, after any leading (stack) dims."""
+        if not self.dim:
+            return value
+        first = value.dim() - len(self.row_shape) - 1
+        return value.movedim(first + self.dim, first)
+
+    def from_rows(self, rows: Tensor, *length: int) -> Tensor:
+        """Undo ``in_rows``; ``rows`` may have any shape with the same elements. With ``length``,
+        they are of so many shards, and the result is [length, *shape of a shard]."""
+        each = rows.reshape(*length, -1, *self.row_shape)
+        return each.movedim(len(length), len(length) + self.dim).contiguous()
+
+    def unpack(self, gathered: Tensor) -> list[Tensor]:
+        """Return the unsharded tensors, one for each original.
+
+        They are copies, as views would keep all of ``gathered`` in memory.
+
+        Args:
+            gathered: shards of all ranks, [num_shards, n] or [num_shards * rows, width].
+        """
+        if self._by_rows and self.dim:
+            return [self.from_rows(self._without_padding(gathered))]
+        if self._by_rows or not (self._padding or len(self.shapes) > 1):
+            return [ops.copied(self._without_padding(gathered), self.shapes[0])]
+        joined = ops.shaped(gathered, (self.layout.padded_numel,))
+        pieces = zip(self.shapes, self._numels, self._starts, strict=True)
+        return [
+            ops.copied_slice(joined, start, numel)
+            if len(shape) == 1
+            else ops.copied(ops.cut(joined, 0, start, numel), shape)
+            for shape, numel, start in pieces
+        ]
+
+    def pack(self, unsharded: Sequence[Tensor]) -> Tensor:
+        """Undo ``unpack``, with zeros as padding."""
+        if self._by_rows:
+            rows = self.in_rows(unsharded[0])
+            joined = ops.shaped(rows, (rows.numel() // self.row_numel, self.row_numel))
+            padding = [0, 0, 0, self._padding // self.row_numel]
+        else:
+            flat = [ops.shaped(each, (each.numel(),)) for each in unsharded]
+            joined = torch.cat(flat) if len(flat) > 1 else flat[0]
+            padding = [0, self._padding]
+        padded = F.pad(joined, padding) if self._padding else joined
+        num_shards, sent = self.layout.num_shards, self.sent_shape
+        by_rows = len(sent) > 1
+        return ops.shaped(
+            padded, (num_shards * sent[0], sent[1]) if by_rows else (num_shards, *sent)
+        )
+
+    def _without_padding(self, gathered: Tensor) -> Tensor:
+        if not self._padding:
+            return gathered
+        rows = ops.shaped(gathered, (self.layout.padded_numel // self.row_numel, self.row_numel))
+        return ops.cut(rows, 0, 0, self.layout.numel // self.row_numel)
+
+    def _sent_shape(self) -> tuple[int, ...]:
+        # Whole rows if a shard consists of such, so that the gathered tensor is the parameter
+        # without a change of layout. That change for 50 million elements takes the TPU compiler
+        # minutes, and the program as much code as 20 transformer blocks.
+        size = self.layout.shard_numel
+        width = self.row_numel if len(self.shapes) == 1 else 0
+        if not width or width % LANES or size % (width * ROWS) or size < LARGE:
+            return (size,)
+        return (size // width, width)
+
+
+def own_part(tensor: Tensor, placement: TensorPlacement | None) -> Tensor:
+    """Return this rank's local part of a global tensor, on the same device."""
+    return tensor if placement is None else placement.slice_of(tensor, _own_rank(placement))
+
+
+def own_parts(tensors: Sequence[Tensor], originals: Sequence[OriginalParam]) -> list[Tensor]:
+    """Return the local parts of the global tensors of several originals."""
+    return [own_part(t, original.placement) for t, original in zip(tensors, originals, strict=True)]
+
+
+def joined(local: Tensor, placement: TensorPlacement | None) -> Tensor:
+    """Return the global tensor, gathered from the local parts on the device."""
+    if placement is None or placement.dim is None:
+        return local
+    return AxisComm(placement.mesh).all_gather(local, placement.dim)
+
+
+def all_joined(local: Sequence[Tensor], originals: Iterable[OriginalParam]) -> list[Tensor]:
+    """Return the global tensors of several originals, gathered from the local parts."""
+    return [joined(t, original.placement) for t, original in zip(local, originals, strict=True)]
+
+
+def is_first(originals: Iterable[OriginalParam]) -> bool:
+    """Return whether this rank is the first along the originals' tensor-parallel axes."""
+    placements = (original.placement for original in originals)
+    return all(each is None or _own_rank(each) == 0 for each in placements)
+
+
+def _own_rank(placement: TensorPlacement) -> int:
+    return placement.mesh.place(ops.rank())
+
+
+def cut_shard(tensors: Sequence[Tensor], layout: ShardLayout, rank: int) -> Tensor:
+    """Return ``rank``'s shard of tensors joined end to end, [shard_numel], padded with zeros."""
+    wanted = layout.slice_for(rank)
+    numels = [tensor.numel() for tensor in tensors]
+    pieces = []
+    for tensor, numel, start in zip(tensors, numels, accumulate(numels, initial=0), strict=False):
+        begin, end = max(wanted.start - start, 0), min(wanted.stop - start, numel)
+        if begin < end:
+            pieces.append(tensor.detach().reshape(-1)[begin:end])
+    # A shard that is all padding has no piece, and cat needs one.
+    pieces.append(tensors[0].detach().new_zeros(layout.shard_numel - wanted.stop + wanted.start))
+    return torch.cat(pieces)

@@ -1,0 +1,437 @@
+"""The classes of shards: leaves that optimizers step, and the values of state dicts.
+
+In a forward, and outside of it, they refuse what would compute with a shard where the full
+parameter is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.distributed.mesh import Mesh
+from xla_fsdp.distributed.pytree import map_tensors, tensors_in
+from xla_fsdp.distributed.shard_layout import LANES, ShardLayout
+from xla_fsdp.fsdp.engine.param_guards import (
+    COUNTS,
+    GuardedShard,
+    Reads,
+    in_forward,
+    mixes_elements,
+    name_of,
+    read_by,
+    without_values,
+)
+from xla_fsdp.xla import ops
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+from xla_fsdp.fsdp.engine.packing import all_joined, cut_shard
+from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
+from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group
+
+
+def make_shard(
+    tensors: Sequence[Tensor],
+    layout: ShardLayout,
+    rank: int,
+    device: torch.device,
+    row_shape: Sequence[int] = (),
+    dim: int = 0,
+) -> nn.Parameter:
+    """Cut ``rank``'s shard out of unsharded tensors joined end to end.
+
+    Only the shard is copied to ``device``, so that no parameter is unsharded there. Meta tensors
+    give a meta tensor.
+
+    Args:
+        tensors: one, or several of any shapes.
+        layout: of the joined tensors.
+        rank: whose shard to cut.
+        device: of the result.
+        row_shape: shape of a row without ``dim``; if empty, the shard is a vector.
+        dim: along which a single tensor is sharded.
+    """
+    flat = cut_shard([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
+    rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous()
+    if rows.device.type == "cpu" and device.type == "xla":
+        rows = ops.upload(rows)  # now: ``to`` leaves it to the next program
+    elif not rows.is_meta:
+        # A copy also on the device, where a leaf that is a view of another tensor keeps that alive.
+        rows = rows.to(device, copy=True)
+    shard = ShardParameter(rows, requires_grad=any(tensor.requires_grad for tensor in tensors))
+    shard.shard_rank = rank
+    if len(tensors) == 1:  # attributes that the user has set, for groups of an optimizer say
+        vars(shard).update(vars(tensors[0]))
+    return shard
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Whether ``param`` is a shard made by this package (or by torch_xla's FSDP)."""
+    return getattr(param, "_is_sharded", False)
+
+
+def distribute_tensor(tensor: Tensor, device_mesh: Mesh, placements: Any) -> Tensor:
+    """Return this rank's shard of an unsharded tensor, sharded as ``fully_shard`` does.
+
+    Args:
+        tensor: the same on every rank, on any device.
+        device_mesh: of one axis, or of replicas and shards.
+        placements: those of a sharded parameter; the last one is ``Shard(dim)``.
+
+    Returns:
+        A tensor on this rank's XLA device.
+    """
+    dim, axis = placements[-1].dim, device_mesh.axis_names[-1]
+    row_shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+    width = torch.Size(row_shape).numel() if tensor.dim() else 0
+    layout = ShardLayout((tensor.numel(),), device_mesh.size(axis), width or LANES)
+    rank = device_mesh.place(ops.rank(), axis)
+    shard = make_shard([tensor], layout, rank, ops.device(), row_shape if width else (), dim)
+    return shard.detach()
+
+
+class ShardView:
+    """Attributes of torch's DTensor, for shards.
+
+    In a forward, torch functions raise that would compute with a shard where the model means the
+    full parameter; a shape is that of the full one. Outside, those raise that mix elements.
+    """
+
+    __torch_function__ = GuardedShard()
+
+    @classmethod
+    def _fsdp_in_forward(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a torch function that a forward has called with shards, unless it computes."""
+        kwargs, reads = kwargs or {}, read_by(func, args, ShardView)
+        with torch._C.DisableTorchFunctionSubclass():
+            if reads is Reads.SHAPE:
+                args, kwargs = map_tensors(_without_values, (args, kwargs))
+            elif reads is Reads.VALUES:
+                return _computed_in_forward(func, args, kwargs)
+            return func(*args, **kwargs)
+
+    @classmethod
+    def _fsdp_outside(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a torch function that was called with shards outside of forwards, unless its result
+        on several shards is not that on the full parameter.
+
+        What is computed from a shard with gradients is a shard, too, unless it is one number. A
+        leaf's shape is that of the whole parameter, by which groups of optimizers are made.
+        """
+        kwargs = kwargs or {}
+        reads = read_by(func, args, ShardView)
+        if reads is Reads.SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(_as_whole(args[0], func), *args[1:], **kwargs)
+        if reads is Reads.VALUES:
+            tensors = tensors_in((args, kwargs))
+            if name := mixes_elements(func, args):
+                _refuse_mixed(name, tensors)
+            _refuse_others(func, tensors)
+        result = torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        if name_of(func) == "squeeze" and isinstance(args[0], ShardView):
+            return _squeezed(func, args, kwargs, result)
+        return _marked(result, tensors) if reads is Reads.VALUES else result
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """The mesh that the parameter is sharded over; a tensor-parallel axis is its last one."""
+        param, group = param_and_group(self)
+        cut = _tensor_parallel_cut(param)
+        mesh = group.mesh
+        return mesh if cut is None else Mesh((*mesh.axes, *cut[0].axes), mesh.layout)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One for each axis of the mesh: ``Shard(dim)``, after ``Replicate()`` for replicas."""
+        from torch.distributed.tensor import Replicate, Shard  # slow to import
+
+        param, group = param_and_group(self)
+        cut, own = _tensor_parallel_cut(param), Shard(param.packing.dim)
+        by_fsdp = (Replicate(), own) if group.mesh.ndim > 1 else (own,)
+        return by_fsdp if cut is None else (*by_fsdp, Shard(cut[1]))
+
+    def complete(self) -> None:
+        """Write values that wait to be written; ``UninitializedShard`` has some."""
+
+    def to_local(self) -> Tensor:
+        """Return this rank's shard, padded if the number of ranks does not divide the dim."""
+        return _as_tensor(self)
+
+    @torch.no_grad()
+    @in_forward(False)
+    def full_tensor(self) -> Tensor:
+        """Return the unsharded, global tensor on the device. Every rank must call it. It is
+        computed at once, so that ranks may go on with different programs."""
+        full = gather_like(self, _as_tensor(self))
+        ops.compute([full])
+        return full
+
+
+class ShardTensor(ShardView, Tensor):
+    """A shard in a state dict."""
+
+    stands_for: Tensor
+    whole: Tensor | None = None  # without values, of the whole tensor's shape, where that is known
+
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a copy, which is a shard of the same parameter."""
+        return _view_of(self, super().clone(*args, **kwargs).as_subclass(Tensor))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_tensor(self).__reduce_ex__(protocol)  # a file needs torch only
+
+
+class ShardParameter(ShardView, nn.Parameter):
+    """The leaf parameter: this rank's shard, which its optimizer steps.
+
+    A class of its own, so that shards in a copied model are known as such, too. Lightning and code
+    written for torch_xla's FSDP look for ``_is_sharded``.
+
+    Attributes:
+        shard_rank: rank of this process among those that share the parameter.
+    """
+
+    _is_sharded = True
+    shard_rank = 0
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle with the class and attributes, which ``nn.Parameter`` drops."""
+        return _restored_shard, (type(self), _as_tensor(self), self.requires_grad, vars(self))
+
+
+def gather_like(shard: Any, value: Tensor) -> Tensor:
+    """Return the unsharded, global tensor of a ``value`` that is sharded like ``shard``."""
+    param, group = param_and_group(shard)
+    [full] = all_joined(group.gather.as_stored([param], [value]), param.originals)
+    return full
+
+
+def view_state_dicts(module: nn.Module) -> None:
+    """Let state dicts of ``module`` hold shards as ``ShardTensor``."""
+    # A partial because torch sets an attribute on this hook.
+    module.register_state_dict_post_hook(partial(_view_shards))
+
+
+def _view_shards(
+    module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    for key in [key for key in state if key.startswith(prefix)]:  # others are of outer modules
+        shard = _shard_of(module, key.removeprefix(prefix), state[key])
+        if shard is not None and not isinstance(state[key], ShardView):
+            state[key] = _view_of(shard, state[key])
+
+
+def _shard_of(module: nn.Module, name: str, value: Any) -> Tensor | None:
+    if isinstance(value, Tensor) and known_shard(value) is not None:  # a slice of a stack
+        return value
+    owner, _, attribute = name.rpartition(".")
+    try:
+        found = module.get_submodule(owner)._parameters.get(attribute)
+    except AttributeError:
+        return None
+    return found if isinstance(found, ShardView) else None
+
+
+def _restored_shard(
+    kind: type[ShardParameter], data: Tensor, requires_grad: bool, marks: dict[str, Any]
+) -> ShardParameter:
+    shard = kind(data, requires_grad=requires_grad)
+    vars(shard).update(marks)
+    return shard
+
+
+def param_and_group(shard: Any) -> tuple[FSDPParam, KnownGroup]:
+    leaf = getattr(shard, "stands_for", shard)
+    param, group = known_shard(leaf), known_group(leaf)
+    if param is None or group is None:
+        raise RuntimeError("this shard's model is gone, so who shares it is not known any more")
+    return param, group
+
+
+def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
+    """Return the mesh axis and dim along which tensor parallelism shards the parameter."""
+    placement = param.originals[0].placement
+    if placement is None or placement.dim is None:
+        return None
+    return placement.mesh, placement.dim
+
+
+def _as_tensor(shard: Any) -> Tensor:
+    """Return the shard as a common tensor: what every way to look at a leaf goes through."""
+    shard.complete()
+    with torch._C.DisableTorchFunctionSubclass():
+        return shard.detach().as_subclass(Tensor)
+
+
+_ELEMENTWISE = frozenset({"add", "sub", "mul", "div", "lerp", "copy", "clone", "zero"})
+
+
+def _computed_in_forward(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return a shard computed from shards element by element, as moving averages are.
+
+    Raises:
+        RuntimeError: if it is computed otherwise, or with gradients.
+    """
+    name, tensors = name_of(func), tensors_in((args, kwargs))
+    shards = [each for each in tensors if isinstance(each, ShardView)]
+    params = [_param_behind(each) for each in shards]
+    first = params[0]
+    if first is None:  # of ZeRO, say
+        return func(*args, **kwargs)
+    elementwise = name.rstrip("_") in _ELEMENTWISE and not torch.is_grad_enabled()
+    alike = len(shards) == len(tensors) and all(first.is_cut_like(each) for each in params)
+    if name not in ("detach", "data") and not (elementwise and alike):
+        raise _used_in_forward(first, name)
+    result = func(*args, **kwargs)
+    return result if isinstance(result, ShardView) else _view_of(shards[0], result)
+
+
+def _refuse_mixed(name: str, tensors: Iterable[Tensor]) -> None:
+    """Raise RuntimeError if one of ``tensors`` is a parameter of which ranks hold different
+    parts."""
+    for tensor in tensors:
+        param = _param_behind(tensor) if isinstance(tensor, ShardParameter) else None
+        if param is not None and param.packing.layout.num_shards > 1:
+            raise RuntimeError(
+                f"the shard of {_names_of(param)} was used (by {name}) as if it were the full "
+                f"parameter. Each rank holds another part of it, and would compute something else. "
+                f"Read or change full parameters inside summon_full_params; where a gradient is "
+                f"needed, compute with them in the forward of the FSDP unit that has them, or in a "
+                f"method registered by register_fsdp_forward_method. Initialize parameters before "
+                f"sharding, or on the meta device. This rank's part is to_local() of the shard"
+            )
+
+
+def _refuse_others(func: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise RuntimeError unless a shard computes with shards, numbers, and tensors of its own
+    shape."""
+    with torch._C.DisableTorchFunctionSubclass():
+        shards = [each for each in tensors if isinstance(each, ShardView)]
+        shapes = {each.shape for each in shards}
+        others = [
+            each
+            for each in tensors
+            if not isinstance(each, ShardView)
+            and each.shape not in shapes
+            and (each.dim() > 0 or each.requires_grad)
+        ]
+        found = [(each, _param_behind(each)) for each in shards] if others else []
+        parts = [param for each, param in found if param is not None and not param.is_whole(each)]
+    if parts:
+        raise RuntimeError(
+            f"the shard of {_names_of(parts[0])} was used (by {name_of(func)}) with a tensor of "
+            f"shape {tuple(others[0].shape)} outside of the forward of its FSDP unit. Each rank "
+            f"holds another part of the parameter: outside, a shard computes with other shards, "
+            f"numbers without gradients and tensors of its own shape, as penalties and moving "
+            f"averages do. Let the unit compute with it, in its forward or in a method registered "
+            f"by register_fsdp_forward_method; or, where no gradient is needed, read it inside "
+            f"summon_full_params"
+        )
+
+
+def _marked(result: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return a result of shards outside of forwards, as shards where it has gradients."""
+    first = next(each for each in tensors if isinstance(each, ShardView))
+    param = _param_behind(first)
+    if param is None or not torch.is_grad_enabled():
+        return result
+    with torch._C.DisableTorchFunctionSubclass():
+        if param.is_whole(first):
+            return result
+        for each in tensors_in(result):
+            if type(each) is Tensor and each.requires_grad and each.dim():
+                view: Any = each
+                view.__class__ = ShardTensor
+                view.stands_for = getattr(first, "stands_for", first)
+    return result
+
+
+def refuse_shards(tensors: Iterable[Tensor], use: str) -> None:
+    """Raise RuntimeError if one of ``tensors``, which a forward is given or returns, is a shard;
+    ``use`` says what was done with it."""
+    for tensor in tensors:
+        param = _param_behind(tensor) if isinstance(tensor, ShardView) else None
+        if param is not None:
+            raise _used_in_forward(param, use)
+
+
+def _param_behind(shard: Any) -> FSDPParam | None:
+    return known_shard(getattr(shard, "stands_for", shard))
+
+
+class ShardUsedError(RuntimeError):
+    """A shard was used in a forward of which its unit is no part.
+
+    Args:
+        param: the shard's.
+        text: what was done, and what to do.
+    """
+
+    def __init__(self, param: FSDPParam, text: str) -> None:
+        super().__init__(text)
+        self.param = param
+
+
+def _used_in_forward(param: FSDPParam, name: str) -> RuntimeError:
+    return ShardUsedError(
+        param,
+        f"the shard of {_names_of(param)} was used (by {name}) in a forward. Each rank holds "
+        f"another part of the parameter; it is full only in the forward of the FSDP unit that has "
+        f"it. Let that unit compute with it, in its forward or in a method registered by "
+        f"register_fsdp_forward_method; or move it to the outer unit, which reads it, by not "
+        f"making its module a unit; or, where no gradient is needed, read it inside "
+        f"summon_full_params",
+    )
+
+
+def _names_of(param: FSDPParam) -> str:
+    return ", ".join(original.names[0] for original in param.originals)
+
+
+def _view_of(shard: Any, value: Tensor) -> ShardTensor:
+    view = value.as_subclass(ShardTensor)
+    view.stands_for = getattr(shard, "stands_for", shard)
+    return view
+
+
+def _as_whole(shard: Any, func: Any) -> Tensor:
+    """Return a stand-in, of which ``func`` reads the shape outside of forwards."""
+    if isinstance(shard, ShardTensor):
+        return shard if shard.whole is None else shard.whole
+    param = _param_behind(shard) if isinstance(shard, ShardParameter) else None
+    if param is None or len(param.originals) > 1:
+        return shard
+    shape = param.originals[0].whole_shape
+    # A stack has the shape of one block's parameter, as the plain model's, and the size of all.
+    stacked = getattr(shard, "is_stack", False) and name_of(func) in COUNTS
+    return without_values((len(shard), *shape) if stacked else shape, shard.dtype)
+
+
+def _squeezed(func: Any, args: Any, kwargs: Any, result: Tensor) -> ShardTensor:
+    """Return a squeezed shard, which has the dims of the squeezed whole, whatever its data has:
+    rules for groups of optimizers ask for them."""
+    view = _view_of(args[0], result)
+    with torch._C.DisableTorchFunctionSubclass():
+        view.whole = func(_as_whole(args[0], func), *args[1:], **kwargs)
+    return view
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """Return a stand-in for the full parameter if ``tensor`` is its shard, else ``tensor``."""
+    param = _param_behind(tensor) if isinstance(tensor, ShardView) else None
+    if param is None or len(param.originals) > 1:
+        return tensor
+    return without_values(param.originals[0].shape, tensor.dtype)

@@ -29,10 +29,12 @@ class Scenarios:
 
     Args:
         module: ``__name__`` of the file, which holds this object as ``scenarios``.
+        num_ranks: that run them.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, num_ranks: int = RANKS) -> None:
         self._module = module
+        self._num_ranks = num_ranks
         self.functions: dict[str, Callable[[int], Any]] = {}
         self._chosen: set[str] = set()
 
@@ -53,7 +55,7 @@ class Scenarios:
         """Return the value of the scenario ``name`` on a rank."""
         # Of a name that is put together only when the test runs: all of them.
         chosen = self._chosen if name in self._chosen else self.functions
-        return _results(self._module, frozenset(chosen))[rank][name]
+        return _results(self._module, self._num_ranks, frozenset(chosen))[rank][name]
 
 
 def _words(fn: Any, names: dict[str, Any], seen: set[CodeType]) -> Iterator[str]:
@@ -72,8 +74,8 @@ def _words(fn: Any, names: dict[str, Any], seen: set[CodeType]) -> Iterator[str]
 
 
 @cached_outcome
-def _results(module: str, names: frozenset[str]) -> list[dict[str, Any]]:
-    return run_on_ranks(_run, RANKS, module, names)
+def _results(module: str, num_ranks: int, names: frozenset[str]) -> list[dict[str, Any]]:
+    return run_on_ranks(_run, num_ranks, module, names)
 
 
 def _run(rank: int, module: str, names: frozenset[str]) -> dict[str, Any]:

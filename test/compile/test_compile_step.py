@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from test.common import copies as copies_module
 from test.common.memory import peak, reset_peak
-from test.common.ranks import FAST_COMPILE, ChildError, cached_outcome, run_on_ranks
+from test.common.ranks import FAST_COMPILE, ChildError, run_on_ranks
 from test.common.replay import JOBS, STEPS, run_jobs
 from test.common.scenarios import Scenarios, fsdp, make, message
 from xla_fsdp import compile_step, fully_shard
@@ -33,7 +33,8 @@ from xla_fsdp.xla import ops, programs
 from xla_fsdp.xla import worker as worker_module
 from xla_fsdp.xla.worker import Worker
 
-scenarios = Scenarios(__name__)
+scenarios = Scenarios(__name__, num_ranks=1)  # others would wait for one that raises
+result = scenarios.result
 scenario = scenarios.add
 
 FEWEST_REPLAYS = {"changed": 10, "batch_norm": 10, "accumulation": 14, "adamw": 18, "sgd": 16}
@@ -51,17 +52,6 @@ def trained(num_ranks: int, name: str) -> dict[str, Any]:
         flags += " --xla_disable_hlo_passes=algsimp"
     env = {"XLA_FLAGS": flags}
     return run_on_ranks(run_jobs, num_ranks, [name], timeout=1800, env=env)[0][name]
-
-
-@cached_outcome
-def on_one_rank() -> dict[str, Any]:
-    """Return the values of the scenarios; on one rank, as others would wait for one that raises."""
-    return run_on_ranks("test.common.scenarios:_run", 1, __name__)[0]
-
-
-def result(name: str) -> Any:
-    """Return the value of a scenario."""
-    return on_one_rank()[name]
 
 
 def check(num_ranks: int, name: str) -> None:

@@ -19,24 +19,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.scenarios import Scenarios, fsdp, make, message
 from xla_fsdp import compile_step
 from xla_fsdp.xla import ops
 
-scenarios = Scenarios(__name__)
+scenarios = Scenarios(__name__, num_ranks=1)  # others would wait for one that raises
+result = scenarios.result
 scenario = scenarios.add
-
-
-@cached_outcome
-def on_one_rank() -> dict[str, Any]:
-    """Return the values of the scenarios; on one rank, as others would wait for one that raises."""
-    return run_on_ranks("test.common.scenarios:_run", 1, __name__)[0]
-
-
-def result(name: str) -> Any:
-    """Return the value of a scenario."""
-    return on_one_rank()[name]
 
 
 def ones(*shape: int, value: float = 1.0) -> Tensor:

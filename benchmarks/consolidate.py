@@ -39,9 +39,25 @@ from pathlib import Path
 
 import torch
 
-from xla_fsdp.checkpoint.consolidate import MergeOptions, merge_files, open_shard, read_shards
-from xla_fsdp.checkpoint.copying import default_threads, read_crcs
-from xla_fsdp.checkpoint.format import (
+from xla_fsdp.checkpoint.convert.consolidate import (
+    MergeOptions,
+    merge_files,
+    open_shard,
+    read_shards,
+)
+from xla_fsdp.checkpoint.convert.reshard import LoadTarget
+from xla_fsdp.checkpoint.files.copying import default_threads, read_crcs
+from xla_fsdp.checkpoint.files.outputs import (
+    Checksums,
+    SafetensorsOutput,
+    WriteOptions,
+    write_outputs,
+)
+from xla_fsdp.checkpoint.files.safetensors_file import shard_file_metadata
+from xla_fsdp.checkpoint.files.storage import open_storage
+from xla_fsdp.checkpoint.files.tensor_source import TensorSource, source_of
+from xla_fsdp.checkpoint.files.torch_file import read_torch_file
+from xla_fsdp.checkpoint.format.records import (
     FileRecord,
     GroupRecord,
     Marker,
@@ -53,14 +69,8 @@ from xla_fsdp.checkpoint.format import (
     model_name,
     state_name,
 )
-from xla_fsdp.checkpoint.load_step import load_step
-from xla_fsdp.checkpoint.outputs import Checksums, SafetensorsOutput, WriteOptions, write_outputs
-from xla_fsdp.checkpoint.reshard import LoadTarget
-from xla_fsdp.checkpoint.safetensors_file import shard_file_metadata
-from xla_fsdp.checkpoint.step_directory import MARKER, Attempt
-from xla_fsdp.checkpoint.storage import open_storage
-from xla_fsdp.checkpoint.tensor_source import TensorSource, source_of
-from xla_fsdp.checkpoint.torch_file import read_torch_file
+from xla_fsdp.checkpoint.steps.load_step import load_step
+from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt
 from xla_fsdp.distributed.shard_layout import ShardLayout
 
 STATES = ("exp_avg", "exp_avg_sq")

@@ -39,7 +39,7 @@ from xla_fsdp.tensor_parallel import ColwiseParallel, RowwiseParallel, paralleli
 # isort: split
 # The only imports from this package that are not public.
 from xla_fsdp.preflight.topologies import find_topology
-from xla_fsdp.preflight.tracing import trace_step
+from xla_fsdp.preflight.trace.tracing import trace_step
 
 SHAPE, TOPOLOGY = gpt.Shape(width=256, blocks=4), "v5e:4x4"
 

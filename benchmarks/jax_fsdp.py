@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from gpt import HEAD, Shape
-from xla_fsdp.preflight.program import Program, Traced
 from xla_fsdp.preflight.topologies import Topology
+from xla_fsdp.preflight.trace.program import Program, Traced
 
 AXIS = "shard"
 RATE, BETA1, BETA2, EPSILON, DECAY = 1e-4, 0.9, 0.999, 1e-8, 1e-2

@@ -18,8 +18,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import PartitionSpec as Spec
 
 from jax_fsdp import AXIS, lower
-from xla_fsdp.preflight.program import Traced
 from xla_fsdp.preflight.topologies import Topology
+from xla_fsdp.preflight.trace.program import Traced
 
 HEAD = 128
 BLOCK = 512  # of queries and of keys, in the kernel

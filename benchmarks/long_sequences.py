@@ -23,9 +23,9 @@ from typing import Any
 
 from tpu_compile import Result, in_child, table, tell
 from xla_fsdp.preflight.api import report_on
-from xla_fsdp.preflight.compiler import CompileError, compile_program, compiler_environment
-from xla_fsdp.preflight.program import Traced
+from xla_fsdp.preflight.compile.compiler import CompileError, compile_program, compiler_environment
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
+from xla_fsdp.preflight.trace.program import Traced
 from xla_fsdp.tpu_flags import compiler_flags
 
 SIZES = {"width": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336}
@@ -112,7 +112,7 @@ def _traced(name: str, topology: Topology, length: int, options: argparse.Namesp
     sys.path.append(str(Path(__file__).resolve().parents[1] / "examples/llm"))
     import llama
     from xla_fsdp.preflight.api import mesh_on
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
 
     sharers = _sharers(name, options)
     mesh = {}

@@ -38,15 +38,15 @@ from typing import Any
 
 import gpt
 from xla_fsdp.preflight.api import report_on
-from xla_fsdp.preflight.compiler import (
+from xla_fsdp.preflight.compile.compiler import (
     Compiled,
     CompileError,
     compile_program,
     compiler_environment,
 )
-from xla_fsdp.preflight.program import Program, Traced
-from xla_fsdp.preflight.report import Report
+from xla_fsdp.preflight.read.report import Report
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
+from xla_fsdp.preflight.trace.program import Program, Traced
 from xla_fsdp.tpu_flags import compiler_flags
 
 MIB, MB = 2**20, 10**6
@@ -223,7 +223,7 @@ def in_child(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _traced(name: str, case: Case) -> Traced:
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
 
     return trace_step(lambda: getattr(gpt, name)(case.shape), case.topology.coords)
 
@@ -240,7 +240,7 @@ def _trace_seconds(names: Sequence[str], case: Case, rounds: int) -> dict[str, l
 
     Steps of all models alternate, so that other load on the machine affects all of them.
     """
-    from xla_fsdp.preflight.tracing import Recorder, use_cpu_device
+    from xla_fsdp.preflight.trace.tracing import Recorder, use_cpu_device
     from xla_fsdp.xla.fake_rank import fake_rank
 
     use_cpu_device()

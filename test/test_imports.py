@@ -56,7 +56,7 @@ INTERNALS = ("_XLAC", "torch_xla._internal")
 
 LIGHT = [
     "xla_fsdp",
-    "xla_fsdp.checkpoint, xla_fsdp.checkpoint.save_step, xla_fsdp.checkpoint.load_step",
+    "xla_fsdp.checkpoint, xla_fsdp.checkpoint.steps.save_step, xla_fsdp.checkpoint.steps.load_step",
     "xla_fsdp.distributed.launcher",
     "xla_fsdp.wrap, xla_fsdp.compat, xla_fsdp.integrations",
     "xla_fsdp.fsdp.engine.config, xla_fsdp.distributed.mesh",

@@ -58,7 +58,7 @@ SUBJECTS = (
 """Beginning of a module's path, and title and page of its subject."""
 
 # What these write are reports and pages.
-_NO_MESSAGES = ("preflight/html.py", "preflight/report.py")
+_NO_MESSAGES = ("preflight/read/html.py", "preflight/read/report.py")
 
 # Strings in these, and in the keywords of these names, are no messages.
 _SKIPPED = (ast.Subscript, ast.Compare, ast.Assert)

@@ -7,7 +7,7 @@ from .checkpoint import (
 from .checkpoint import (
     consolidate_sharded_state_dicts as consolidate_sharded_state_dicts,
 )
-from .checkpoint.step_directory import latest_step as latest_step
+from .checkpoint.steps.step_directory import latest_step as latest_step
 from .compile import CompiledStep as CompiledStep
 from .compile import CompileStepError as CompileStepError
 from .compile import compile_step as compile_step

@@ -184,7 +184,7 @@ def _version() -> str:
         own = metadata.version("xla_fsdp")
     except metadata.PackageNotFoundError:
         own = "(not installed)"
-    from xla_fsdp.checkpoint.format import READABLE_VERSIONS, VERSION  # imports torch
+    from xla_fsdp.checkpoint.format.records import READABLE_VERSIONS, VERSION  # imports torch
 
     readable = ", ".join(map(str, READABLE_VERSIONS))
     return f"xla_fsdp {own}; writes shard files of version {VERSION}, reads {readable}"

@@ -21,14 +21,14 @@ from xla_fsdp.checkpoint import (
     plan_reshard,
     read_shards,
 )
-from xla_fsdp.checkpoint.consolidate import plan_merge
-from xla_fsdp.checkpoint.format import VALUES_KEY
-from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
-from xla_fsdp.checkpoint.reshard import LoadTarget
-from xla_fsdp.checkpoint.shard_files import SafetensorsLayout, are_alike
-from xla_fsdp.checkpoint.step_directory import Attempt
-from xla_fsdp.checkpoint.storage import open_storage
-from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSource
+from xla_fsdp.checkpoint.convert.consolidate import plan_merge
+from xla_fsdp.checkpoint.convert.reshard import LoadTarget
+from xla_fsdp.checkpoint.files.storage import open_storage
+from xla_fsdp.checkpoint.files.tensor_source import LocalFile, TensorSource
+from xla_fsdp.checkpoint.format.records import VALUES_KEY
+from xla_fsdp.checkpoint.format.shard_files import SafetensorsLayout, are_alike
+from xla_fsdp.checkpoint.steps.load_step import LoadedStep, load_step
+from xla_fsdp.checkpoint.steps.step_directory import Attempt
 
 
 def small_parameters(count: int) -> FullModel:

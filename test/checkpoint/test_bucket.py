@@ -28,10 +28,12 @@ from test.common.saving import (
     read,
     save_step,
 )
-from xla_fsdp.checkpoint import CheckpointError, remote_storage
-from xla_fsdp.checkpoint import save_step as save_step_module
-from xla_fsdp.checkpoint.save_step import Job, Ranks, Save, ShardFile, write_rank_file
-from xla_fsdp.checkpoint.step_directory import (
+from xla_fsdp.checkpoint import CheckpointError
+from xla_fsdp.checkpoint.files import remote_storage
+from xla_fsdp.checkpoint.files.storage import open_storage
+from xla_fsdp.checkpoint.steps import save_step as save_step_module
+from xla_fsdp.checkpoint.steps.save_step import Job, Ranks, Save, ShardFile, write_rank_file
+from xla_fsdp.checkpoint.steps.step_directory import (
     Attempt,
     Keep,
     all_attempts,
@@ -39,7 +41,6 @@ from xla_fsdp.checkpoint.step_directory import (
     latest_step,
     tidy,
 )
-from xla_fsdp.checkpoint.storage import open_storage
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 FAULTS = {

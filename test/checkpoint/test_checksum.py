@@ -7,7 +7,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_fsdp.checkpoint.checksum import (
+from xla_fsdp.checkpoint.files.checksum import (
     BLOCK,
     EMPTY,
     checksum,

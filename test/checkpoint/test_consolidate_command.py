@@ -22,8 +22,11 @@ from test.common.ranks import ROOT, environment, run_python
 from test.common.saving import save_step
 from test.common.shard_maker import bits, every_kind, snapshot, with_optimizer
 from xla_fsdp import consolidate_sharded_ckpts
-from xla_fsdp.checkpoint import command, consistency, copying, model_files, outputs
-from xla_fsdp.checkpoint.storage import AtomicFiles
+from xla_fsdp.checkpoint import command
+from xla_fsdp.checkpoint.convert import model_files
+from xla_fsdp.checkpoint.files import copying, outputs
+from xla_fsdp.checkpoint.files.storage import AtomicFiles
+from xla_fsdp.checkpoint.format.records import consistency
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 # Any attempt to import torch_xla fails in these children, as on a machine that has none.

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from test.common.saving import save_step
 from test.common.shard_maker import bits, file_of, snapshot, with_optimizer
-from xla_fsdp.checkpoint import copying, find_problems, open_shard
-from xla_fsdp.checkpoint.format import VERSION, FileRecord, Marker
-from xla_fsdp.checkpoint.step_directory import MARKER
+from xla_fsdp.checkpoint import find_problems, open_shard
+from xla_fsdp.checkpoint.files import copying
+from xla_fsdp.checkpoint.format.records import VERSION, FileRecord, Marker
+from xla_fsdp.checkpoint.steps.step_directory import MARKER
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 Damage = Callable[[Path], Any]
@@ -42,7 +43,7 @@ def edit(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]) -> Da
 
 
 def print_of(tensor: torch.Tensor) -> str:
-    """As in ``xla_fsdp.checkpoint.checksum``, by another way."""
+    """As in ``xla_fsdp.checkpoint.files.checksum``, by another way."""
     import binascii
 
     return f"crc32:{binascii.crc32(bits({'': tensor})[''][2]):08x}"
@@ -424,7 +425,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_too_little_room_is_found_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from xla_fsdp.checkpoint import outputs
+    from xla_fsdp.checkpoint.files import outputs
 
     with_optimizer().save_safetensors(tmp_path, 2)
     before = snapshot(tmp_path)

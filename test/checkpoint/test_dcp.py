@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 from test.common.ranks import ROOT
 from test.common.shard_maker import FullModel, bits, run, snapshot
-from xla_fsdp.checkpoint import CheckpointError, dcp_files, find_problems, open_shard
-from xla_fsdp.checkpoint.consolidate import load_model, merge_shards
-from xla_fsdp.checkpoint.format import StateKind
+from xla_fsdp.checkpoint import CheckpointError, find_problems, open_shard
+from xla_fsdp.checkpoint.convert import dcp_files
+from xla_fsdp.checkpoint.convert.consolidate import load_model, merge_shards
+from xla_fsdp.checkpoint.format.records import StateKind
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"

@@ -20,7 +20,7 @@ from xla_fsdp.checkpoint import (
     ShardMetadata,
     StateRecord,
 )
-from xla_fsdp.checkpoint.format import model_name, state_name
+from xla_fsdp.checkpoint.format.records import model_name, state_name
 
 FIRST_VERSION = {
     "format": "xla_fsdp",

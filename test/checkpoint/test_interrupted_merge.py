@@ -18,8 +18,9 @@ import pytest
 from test.common.ranks import run_warm
 from test.common.saving import save_step
 from test.common.shard_maker import with_optimizer
-from xla_fsdp.checkpoint import copying, dcp_files
-from xla_fsdp.checkpoint.storage import AtomicFiles, remove_abandoned
+from xla_fsdp.checkpoint.convert import dcp_files
+from xla_fsdp.checkpoint.files import copying
+from xla_fsdp.checkpoint.files.storage import AtomicFiles, remove_abandoned
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 OUTPUTS = {"pth": ["full.pth"], "directory": ["hf/"], "dcp": ["dcp", "--format", "dcp"]}

@@ -15,11 +15,11 @@ import torch
 
 from test.common.saving import Picture, differences, picture, read, save_step
 from xla_fsdp.checkpoint import CheckpointError
-from xla_fsdp.checkpoint.checksum import BLOCK
-from xla_fsdp.checkpoint.save_step import Job
-from xla_fsdp.checkpoint.step_directory import MARKER
-from xla_fsdp.checkpoint.storage import open_storage
-from xla_fsdp.checkpoint.torch_file import read_torch_file
+from xla_fsdp.checkpoint.files.checksum import BLOCK
+from xla_fsdp.checkpoint.files.storage import open_storage
+from xla_fsdp.checkpoint.files.torch_file import read_torch_file
+from xla_fsdp.checkpoint.steps.save_step import Job
+from xla_fsdp.checkpoint.steps.step_directory import MARKER
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 SUFFIXES = ("safetensors", "pth")

@@ -14,14 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from test.common.shard_maker import FullModel, bits, run, snapshot, with_optimizer
-from xla_fsdp.checkpoint import alike_files, copying, outputs
-from xla_fsdp.checkpoint.checksum import checksum
-from xla_fsdp.checkpoint.format import ShardMetadata
-from xla_fsdp.checkpoint.load_step import load_step
-from xla_fsdp.checkpoint.reshard import LoadTarget
-from xla_fsdp.checkpoint.step_directory import Attempt, latest_step
-from xla_fsdp.checkpoint.storage import open_storage
-from xla_fsdp.checkpoint.tensor_source import LocalFile
+from xla_fsdp.checkpoint.convert.reshard import LoadTarget
+from xla_fsdp.checkpoint.files import copying, outputs
+from xla_fsdp.checkpoint.files.checksum import checksum
+from xla_fsdp.checkpoint.files.storage import open_storage
+from xla_fsdp.checkpoint.files.tensor_source import LocalFile
+from xla_fsdp.checkpoint.format.records import ShardMetadata, alike_files
+from xla_fsdp.checkpoint.steps.load_step import load_step
+from xla_fsdp.checkpoint.steps.step_directory import Attempt, latest_step
 
 
 @pytest.fixture(params=["pth", "safetensors"])

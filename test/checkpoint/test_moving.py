@@ -17,10 +17,10 @@ from test.common.moving import Job, train_here, train_plain
 from test.common.ranks import ROOT, environment, run_on_ranks, run_warm, skip_without_torch_xla
 from test.common.shard_maker import FullModel
 from xla_fsdp.checkpoint import CheckpointError, MemberRecord, ParamRecord, ShardMetadata
-from xla_fsdp.checkpoint.load_step import load_step
-from xla_fsdp.checkpoint.reshard import LoadTarget
-from xla_fsdp.checkpoint.step_directory import Attempt
-from xla_fsdp.checkpoint.storage import open_storage
+from xla_fsdp.checkpoint.convert.reshard import LoadTarget
+from xla_fsdp.checkpoint.files.storage import open_storage
+from xla_fsdp.checkpoint.steps.load_step import load_step
+from xla_fsdp.checkpoint.steps.step_directory import Attempt
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 STEPS = (20, 35, 50)

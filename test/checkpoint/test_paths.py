@@ -10,9 +10,9 @@ import torch
 from test.common.saving import damage_of, save_step
 from test.common.shard_maker import bits, with_optimizer
 from xla_fsdp.checkpoint import CheckpointError, MergeOptions, open_shard, read_shards
-from xla_fsdp.checkpoint.consolidate import plan_merge
-from xla_fsdp.checkpoint.reshard_files import plan_reshard
-from xla_fsdp.checkpoint.storage import open_storage
+from xla_fsdp.checkpoint.convert.consolidate import plan_merge
+from xla_fsdp.checkpoint.convert.reshard_files import plan_reshard
+from xla_fsdp.checkpoint.files.storage import open_storage
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 

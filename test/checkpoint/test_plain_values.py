@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from xla_fsdp.checkpoint import CheckpointError
 from xla_fsdp.checkpoint.errors import MismatchError
-from xla_fsdp.checkpoint.json_values import Packed, pack, unpack
-from xla_fsdp.checkpoint.torch_file import Bytes, read_torch
+from xla_fsdp.checkpoint.files.json_values import Packed, pack, unpack
+from xla_fsdp.checkpoint.files.torch_file import Bytes, read_torch
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 keys = st.text() | st.integers() | st.tuples(st.integers(), st.text())

@@ -15,8 +15,8 @@ from torch import Tensor
 from test.common.saving import save_step
 from test.common.shard_maker import bits, with_optimizer
 from xla_fsdp.checkpoint import CheckpointError
-from xla_fsdp.checkpoint.read_model import open_model
-from xla_fsdp.checkpoint.tensor_source import TensorSource
+from xla_fsdp.checkpoint.convert.read_model import open_model
+from xla_fsdp.checkpoint.files.tensor_source import TensorSource
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 FORMS = ["full.safetensors", "full.pth", "hf/", "parts/", "bins"]

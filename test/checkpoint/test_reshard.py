@@ -22,11 +22,11 @@ from xla_fsdp.checkpoint import (
     consolidate_sharded_model_checkpoints,
     copying,
 )
-from xla_fsdp.checkpoint.format import StateKind, StateRecord
-from xla_fsdp.checkpoint.reshard import Selection
-from xla_fsdp.checkpoint.step_directory import MARKER, complete_attempts
-from xla_fsdp.checkpoint.storage import LocalStorage, open_storage
-from xla_fsdp.checkpoint.tensor_source import ByteSource
+from xla_fsdp.checkpoint.convert.reshard import Selection
+from xla_fsdp.checkpoint.files.storage import LocalStorage, open_storage
+from xla_fsdp.checkpoint.files.tensor_source import ByteSource
+from xla_fsdp.checkpoint.format.records import StateKind, StateRecord
+from xla_fsdp.checkpoint.steps.step_directory import MARKER, complete_attempts
 
 NAMES = ["a", "b.weight", "b.bias", "c", "d"]
 

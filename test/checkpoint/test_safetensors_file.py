@@ -14,14 +14,14 @@ from torch import Tensor
 
 from test.common.shard_maker import bits
 from xla_fsdp.checkpoint import CheckpointError
-from xla_fsdp.checkpoint.safetensors_file import (
+from xla_fsdp.checkpoint.files.safetensors_file import (
     DTYPES,
     MAX_HEADER,
     plan_file,
     read_header,
     tensor_of,
 )
-from xla_fsdp.checkpoint.tensor_source import LocalFile, TensorSpec, bytes_of
+from xla_fsdp.checkpoint.files.tensor_source import LocalFile, TensorSpec, bytes_of
 
 
 def every_dtype() -> dict[str, Tensor]:

@@ -32,13 +32,15 @@ from test.common.saving import (
     read,
     save_step,
 )
-from xla_fsdp.checkpoint import CheckpointError, storage
-from xla_fsdp.checkpoint import save_step as commit
-from xla_fsdp.checkpoint.json_values import pack
-from xla_fsdp.checkpoint.load_step import load_step
-from xla_fsdp.checkpoint.remote_storage import RemoteStorage
-from xla_fsdp.checkpoint.save_step import Job, Ranks, Save, ShardFile, write_rank_file
-from xla_fsdp.checkpoint.step_directory import (
+from xla_fsdp.checkpoint import CheckpointError
+from xla_fsdp.checkpoint.files import storage
+from xla_fsdp.checkpoint.files.json_values import pack
+from xla_fsdp.checkpoint.files.remote_storage import RemoteStorage
+from xla_fsdp.checkpoint.files.storage import open_storage
+from xla_fsdp.checkpoint.steps import save_step as commit
+from xla_fsdp.checkpoint.steps.load_step import load_step
+from xla_fsdp.checkpoint.steps.save_step import Job, Ranks, Save, ShardFile, write_rank_file
+from xla_fsdp.checkpoint.steps.step_directory import (
     MARKER,
     Attempt,
     Keep,
@@ -50,7 +52,6 @@ from xla_fsdp.checkpoint.step_directory import (
     read_marker,
     remove,
 )
-from xla_fsdp.checkpoint.storage import open_storage
 
 
 def steps(directory: str | Path) -> list[int]:

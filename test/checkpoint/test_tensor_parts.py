@@ -7,9 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from xla_fsdp.checkpoint import tensor_source
-from xla_fsdp.checkpoint.format import MemberRecord
-from xla_fsdp.checkpoint.tensor_source import TensorSource, bytes_of, global_of, part_of, source_of
+from xla_fsdp.checkpoint.files import tensor_source
+from xla_fsdp.checkpoint.files.tensor_source import (
+    TensorSource,
+    bytes_of,
+    global_of,
+    part_of,
+    source_of,
+)
+from xla_fsdp.checkpoint.format.records import MemberRecord
 
 SIZES = st.integers(1, 4)
 

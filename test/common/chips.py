@@ -87,7 +87,7 @@ def run_jobs(jobs: Mapping[str, Job], timeout: float = 600) -> dict[str, Done]:
 
 
 def _run(job: Job, chips: Any) -> Done:
-    from xla_fsdp.preflight.rehearsal import run_on_chips
+    from xla_fsdp.preflight.rehearse.rehearsal import run_on_chips
 
     first = len(chips.programs), len(chips.runs)
     with _faulty(job.fault, chips), _compiling(job, chips):
@@ -227,7 +227,7 @@ class _Optimized:
         self._left: dict[bytes, bytes] = {}
 
     def __call__(self, requests: Sequence[Any]) -> Any:
-        from xla_fsdp.preflight.virtual_chips import same_program
+        from xla_fsdp.preflight.rehearse.virtual_chips import same_program
 
         if len(requests) == 1:
             return self._execute(requests)
@@ -237,9 +237,9 @@ class _Optimized:
         return self._execute([replace(each, hlo=self._left[hlo]) for each in requests])
 
     def _optimized(self, hlo: bytes) -> bytes:
-        from xla_fsdp.preflight.compiler import compile_program
-        from xla_fsdp.preflight.program import Program
+        from xla_fsdp.preflight.compile.compiler import compile_program
         from xla_fsdp.preflight.topologies import find_topology
+        from xla_fsdp.preflight.trace.program import Program
         from xla_fsdp.tpu_flags import compiler_flags
 
         topology = find_topology(self._topology)
@@ -253,7 +253,7 @@ class _Optimized:
 
 
 def _main(file: Path) -> None:
-    from xla_fsdp.preflight.virtual_chips import VirtualChips
+    from xla_fsdp.preflight.rehearse.virtual_chips import VirtualChips
     from xla_fsdp.xla.virtual_ranks import prepare_devices
 
     jobs: dict[str, Job] = pickle.loads(file.read_bytes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xla_fsdp.preflight import Report
-from xla_fsdp.preflight.report import Buffer, Memory, Moment, Span, StepTime, Timeline, Traffic
+from xla_fsdp.preflight.read.report import Buffer, Memory, Moment, Span, StepTime, Timeline, Traffic
 from xla_fsdp.preflight.topologies import GIB
 
 MIB = 2**20

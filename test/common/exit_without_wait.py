@@ -14,7 +14,7 @@ from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel, launch, one_rank_at_a_time, save_checkpoint
 from xla_fsdp.checkpoint import CheckpointError
-from xla_fsdp.checkpoint.save_step import Written, write_rank_file
+from xla_fsdp.checkpoint.steps.save_step import Written, write_rank_file
 from xla_fsdp.state import train_checkpoint
 
 

@@ -33,14 +33,14 @@ from test.common.memory import peak, reset_peak
 from test.common.saving import picture, save_step
 from test.common.shard_maker import FullModel
 from xla_fsdp.checkpoint import CheckpointError, find_problems, open_shard
-from xla_fsdp.checkpoint.checksum import digest
-from xla_fsdp.checkpoint.consistency import describe_shards
-from xla_fsdp.checkpoint.consolidate import load_model, look_at_shards, merge_shards
+from xla_fsdp.checkpoint.convert.consolidate import load_model, look_at_shards, merge_shards
 from xla_fsdp.checkpoint.errors import one_line
-from xla_fsdp.checkpoint.load_step import load_step
-from xla_fsdp.checkpoint.shard_files import values_of
-from xla_fsdp.checkpoint.step_directory import Attempt
-from xla_fsdp.checkpoint.storage import open_storage
+from xla_fsdp.checkpoint.files.checksum import digest
+from xla_fsdp.checkpoint.files.storage import open_storage
+from xla_fsdp.checkpoint.format.consistency import describe_shards
+from xla_fsdp.checkpoint.format.shard_files import values_of
+from xla_fsdp.checkpoint.steps.load_step import load_step
+from xla_fsdp.checkpoint.steps.step_directory import Attempt
 
 CPU_SECONDS = 2.0
 MEMORY = 48 << 20

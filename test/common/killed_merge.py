@@ -7,7 +7,8 @@ import signal
 import sys
 from typing import Any
 
-from xla_fsdp.checkpoint import copying, dcp_files
+from xla_fsdp.checkpoint.convert import dcp_files
+from xla_fsdp.checkpoint.files import copying
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 from test.common import stores
 from test.common.saving import damage_of, save_step
 from xla_fsdp.checkpoint import CheckpointError
-from xla_fsdp.checkpoint import save_step as save_step_module
-from xla_fsdp.checkpoint.save_step import Job
-from xla_fsdp.checkpoint.step_directory import all_attempts, complete_attempts, latest_step
-from xla_fsdp.checkpoint.storage import open_storage
+from xla_fsdp.checkpoint.files.storage import open_storage
+from xla_fsdp.checkpoint.steps import save_step as save_step_module
+from xla_fsdp.checkpoint.steps.save_step import Job
+from xla_fsdp.checkpoint.steps.step_directory import all_attempts, complete_attempts, latest_step
 
 WORLD_SIZE = 2
 LONGEST = 0.05

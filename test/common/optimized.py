@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from test.common.ranks import run_python
-from xla_fsdp.preflight.hlo import Computation, Instruction, Module
+from xla_fsdp.preflight.read.hlo import Computation, Instruction, Module
 
 HOW = (
     "metadata", "backend_config", "frontend_attributes", "operand_layout_constraints", "kind",

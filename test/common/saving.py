@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint import MemberRecord, ParamRecord, ShardMetadata
-from xla_fsdp.checkpoint.format import GroupRecord, OptimizerRecord, StateRecord
-from xla_fsdp.checkpoint.json_values import pack
-from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
-from xla_fsdp.checkpoint.reshard import LoadTarget
-from xla_fsdp.checkpoint.save_step import Job, RankContent, Ranks, Save, ShardFile
-from xla_fsdp.checkpoint.step_directory import Keep, complete_attempts
-from xla_fsdp.checkpoint.storage import Storage, open_storage
+from xla_fsdp.checkpoint.convert.reshard import LoadTarget
+from xla_fsdp.checkpoint.files.json_values import pack
+from xla_fsdp.checkpoint.files.storage import Storage, open_storage
+from xla_fsdp.checkpoint.format.records import GroupRecord, OptimizerRecord, StateRecord
+from xla_fsdp.checkpoint.steps.load_step import LoadedStep, load_step
+from xla_fsdp.checkpoint.steps.save_step import Job, RankContent, Ranks, Save, ShardFile
+from xla_fsdp.checkpoint.steps.step_directory import Keep, complete_attempts
 
 TIMEOUT = 300
 JOB = Job("one")

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from test.common.ranks import cached_outcome, run_python
-from xla_fsdp.preflight.hlo import Computation, Instruction, Module
-from xla_fsdp.preflight.program import Program
+from xla_fsdp.preflight.read.hlo import Computation, Instruction, Module
+from xla_fsdp.preflight.trace.program import Program
 
 REDUCTIONS = ("reduce-scatter", "all-reduce")
 GROUPED = (*REDUCTIONS, "all-gather", "all-to-all")
@@ -142,9 +142,9 @@ def rings(pairs: Groups) -> list[list[int]] | None:
 
 def _main(topology: str, file: str, *options: str) -> None:
     from test.common.tpu_steps import build
-    from xla_fsdp.preflight.compiler import compile_program
+    from xla_fsdp.preflight.compile.compiler import compile_program
     from xla_fsdp.preflight.topologies import find_topology
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
     from xla_fsdp.tpu_flags import compiler_flags
 
     slice_ = find_topology(topology)

@@ -17,12 +17,12 @@ import torch
 
 from test.common.tpu_steps import build_in_place
 from xla_fsdp.preflight import CompileError
-from xla_fsdp.preflight.compiler import compile_program
-from xla_fsdp.preflight.hlo import Instruction, Module
-from xla_fsdp.preflight.liveness import most_gathered
+from xla_fsdp.preflight.compile.compiler import compile_program
+from xla_fsdp.preflight.read.hlo import Instruction, Module
+from xla_fsdp.preflight.read.liveness import most_gathered
+from xla_fsdp.preflight.read.traffic import collectives_of
 from xla_fsdp.preflight.topologies import GIB, find_topology
-from xla_fsdp.preflight.tracing import trace_step
-from xla_fsdp.preflight.traffic import collectives_of
+from xla_fsdp.preflight.trace.tracing import trace_step
 
 TOPOLOGY = find_topology("v5e:2x2")
 PRODUCTS = ("convolution", "dot")

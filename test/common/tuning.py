@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from xla_fsdp import Recipe
-from xla_fsdp.preflight import CompileError, compiler, trials, tuning
-from xla_fsdp.preflight.program import Program, Traced
+from xla_fsdp.preflight import CompileError
+from xla_fsdp.preflight.compile import compiler
+from xla_fsdp.preflight.search import trials, tuning
 from xla_fsdp.preflight.topologies import Topology
+from xla_fsdp.preflight.trace.program import Program, Traced
 
 MIB = 2**20
 CLOCK_HZ = 1.5e9  # of v5e

@@ -13,7 +13,7 @@ import torch
 
 from test.common.shard_maker import FullModel, bits, every_kind
 from xla_fsdp.checkpoint import CheckpointError
-from xla_fsdp.checkpoint.save_numbers import numbered
+from xla_fsdp.checkpoint.format.save_numbers import numbered
 from xla_fsdp.compat.merge import SavedByJob, consolidate_sharded_model_checkpoints
 from xla_fsdp.distributed.cpu_ranks import Run
 

@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import load_file
 
 from test.common.ranks import ROOT, run_python, run_warm
-from xla_fsdp.checkpoint.consolidate import read_shards
-from xla_fsdp.checkpoint.shard_files import Shard
+from xla_fsdp.checkpoint.convert.consolidate import read_shards
+from xla_fsdp.checkpoint.format.shard_files import Shard
 
 MNIST = ROOT / "examples" / "mnist"
 MODULES = ("batches", "checkpoints", "evaluate", "fake_data", "job", "model", "progress", "verify")

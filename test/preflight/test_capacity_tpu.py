@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from xla_fsdp.preflight.compile_child import bytes_over_capacity
-from xla_fsdp.preflight.compiler import Buffers, Compiled, assigned_buffers, compile_program
-from xla_fsdp.preflight.program import Program
+from xla_fsdp.preflight.compile.compile_child import bytes_over_capacity
+from xla_fsdp.preflight.compile.compiler import Buffers, Compiled, assigned_buffers, compile_program
 from xla_fsdp.preflight.topologies import CHIPS, MIB, find_topology
+from xla_fsdp.preflight.trace.program import Program
 
 pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
 

@@ -23,8 +23,8 @@ from test.common.tpu_collectives import (
     rings,
     texts,
 )
-from xla_fsdp.preflight.findings import about_dtypes
-from xla_fsdp.preflight.hlo import Instruction, Module
+from xla_fsdp.preflight.read.findings import about_dtypes
+from xla_fsdp.preflight.read.hlo import Instruction, Module
 from xla_fsdp.preflight.topologies import find_topology
 
 tpu = [

@@ -23,9 +23,9 @@ from test.common.optimized import EDITS, runnable, serialized, to_bytes
 from test.common.parity import Case
 from test.common.ranks import cached_outcome
 from test.common.tpu_collectives import Texts, texts
-from xla_fsdp.preflight.hlo import Instruction, Module
-from xla_fsdp.preflight.program import STATE
-from xla_fsdp.preflight.virtual_chips import VirtualChips
+from xla_fsdp.preflight.read.hlo import Instruction, Module
+from xla_fsdp.preflight.rehearse.virtual_chips import VirtualChips
+from xla_fsdp.preflight.trace.program import STATE
 
 tpu = [
     pytest.mark.slow,

@@ -12,8 +12,8 @@ import pytest
 
 from test.common.browser import Shown, executable, show
 from test.common.example_report import TIMELINE, report
-from xla_fsdp.preflight.html import TICKS, about_run, axis_marks, page
-from xla_fsdp.preflight.report import PARTS, Memory
+from xla_fsdp.preflight.read.html import TICKS, about_run, axis_marks, page
+from xla_fsdp.preflight.read.report import PARTS, Memory
 from xla_fsdp.preflight.topologies import GIB
 
 MEASURE = """

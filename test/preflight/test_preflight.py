@@ -23,9 +23,9 @@ from xla_fsdp.preflight import (
 )
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
 from xla_fsdp.preflight.api import describe_options, mesh_on
-from xla_fsdp.preflight.compiler import Compiled, compile_program
-from xla_fsdp.preflight.estimate import estimate, timeline
-from xla_fsdp.preflight.findings import (
+from xla_fsdp.preflight.compile.compiler import Compiled, compile_program
+from xla_fsdp.preflight.read.estimate import estimate, timeline
+from xla_fsdp.preflight.read.findings import (
     about_bytes,
     about_dtypes,
     about_estimates,
@@ -33,12 +33,19 @@ from xla_fsdp.preflight.findings import (
     about_overlap,
     about_reductions,
 )
-from xla_fsdp.preflight.hlo import NO_ESTIMATE, Module
-from xla_fsdp.preflight.liveness import fullest_moment, most_gathered
-from xla_fsdp.preflight.program import PARAMETER, STATE, Input, ParameterTraffic, Program, Traced
-from xla_fsdp.preflight.report import Memory, StepTime, full_text, table
+from xla_fsdp.preflight.read.hlo import NO_ESTIMATE, Module
+from xla_fsdp.preflight.read.liveness import fullest_moment, most_gathered
+from xla_fsdp.preflight.read.report import Memory, StepTime, full_text, table
+from xla_fsdp.preflight.read.traffic import Collective, collectives_of
 from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
-from xla_fsdp.preflight.traffic import Collective, collectives_of
+from xla_fsdp.preflight.trace.program import (
+    PARAMETER,
+    STATE,
+    Input,
+    ParameterTraffic,
+    Program,
+    Traced,
+)
 
 CONFIG = 'backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
 OPTIMIZED = f"""HloModule step, is_scheduled=true, replica_count=4

@@ -26,10 +26,10 @@ from test.common.ranks import cached_outcome, run_python, run_warm
 from test.common.replicas import assert_same_state, largest_error, values
 from test.common.replicas import train_plain as train_plain_replica
 from xla_fsdp.preflight import RehearsalError
-from xla_fsdp.preflight.rehearsal import Needs, RankStep, Table, check_fits
-from xla_fsdp.preflight.run_child import WITHOUT_EFFECT
+from xla_fsdp.preflight.rehearse.rehearsal import Needs, RankStep, Table, check_fits
+from xla_fsdp.preflight.rehearse.run_child import WITHOUT_EFFECT
+from xla_fsdp.preflight.rehearse.virtual_chips import same_program
 from xla_fsdp.preflight.topologies import GIB
-from xla_fsdp.preflight.virtual_chips import same_program
 
 BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16}
 ROWS: dict[str, Any] = {"shard_param_on_dim_0": True}

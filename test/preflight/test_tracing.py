@@ -41,9 +41,9 @@ IN_UNIT = {"a unit reads": "reads", "computed on the host": "on the host"}
 def traced(name: str) -> Any:
     """What is known of one case; run in the child."""
     from xla_fsdp.distributed.mesh import init_mesh, mesh_of
-    from xla_fsdp.preflight.findings import about_groups
+    from xla_fsdp.preflight.read.findings import about_groups
     from xla_fsdp.preflight.topologies import find_topology
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
 
     if name == "little memory":
         return traced_in_little_memory()
@@ -95,7 +95,7 @@ def traced_with_kernels(mesh: dict[str, int] | None = None, **options: Any) -> d
     from test.common.tpu_attention import build
     from xla_fsdp.preflight.api import mesh_on
     from xla_fsdp.preflight.topologies import find_topology
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
 
     slice_ = find_topology("v5e:2x2")
     if mesh is not None:
@@ -111,7 +111,7 @@ def traced_with_kernels(mesh: dict[str, int] | None = None, **options: Any) -> d
 
 def traced_without_inputs() -> dict[str, Any]:
     """A step that reads the next of two batches."""
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
 
     def build_ending() -> Any:
         batches = iter([1, 2])
@@ -132,7 +132,7 @@ def traced_in_pieces() -> dict[str, Any]:
     from xla_fsdp.fsdp.engine import large_linear
     from xla_fsdp.nn.chunked import chunks
     from xla_fsdp.preflight.topologies import find_topology
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
 
     coords = find_topology("v5e:2x2").coords
     small = (
@@ -153,7 +153,7 @@ def traced_that_reads() -> dict[str, Any]:
     import torch_xla
 
     from xla_fsdp.preflight.topologies import find_topology
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
 
     def build_reading() -> Any:
         weight = torch.zeros(VOCABULARY, WIDTH, device=torch_xla.device())
@@ -177,7 +177,7 @@ def traced_that_frees() -> dict[str, Any]:
     import torch_xla
 
     from xla_fsdp.preflight.topologies import find_topology
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
 
     def build_freeing() -> Any:
         device = torch_xla.device()
@@ -203,7 +203,7 @@ def traced_in_two_programs() -> dict[str, Any]:
 
     from xla_fsdp import XlaFullyShardedDataParallel
     from xla_fsdp.preflight.topologies import find_topology
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
 
     def build_layer(*, ends: bool) -> Any:
         layer = torch.nn.Linear(WIDTH, WIDTH, bias=False)
@@ -234,7 +234,7 @@ def traced_in_a_unit(kind: str) -> dict[str, Any]:
 
     from xla_fsdp import XlaFullyShardedDataParallel
     from xla_fsdp.preflight.topologies import find_topology
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
 
     class Reading(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -266,8 +266,8 @@ def traced_with_names() -> dict[str, Any]:
     from contextlib import nullcontext
     from unittest import mock
 
-    from xla_fsdp.preflight import tracing
     from xla_fsdp.preflight.topologies import find_topology
+    from xla_fsdp.preflight.trace import tracing
 
     coords = find_topology("v5e:2x2").coords
 
@@ -435,7 +435,7 @@ def traced_in_little_memory() -> dict[str, Any]:
 
     from xla_fsdp import XlaFullyShardedDataParallel
     from xla_fsdp.preflight.topologies import find_topology
-    from xla_fsdp.preflight.tracing import trace_step, use_cpu_device
+    from xla_fsdp.preflight.trace.tracing import trace_step, use_cpu_device
     from xla_fsdp.xla import ops
     from xla_fsdp.xla.fake_rank import ZeroPages
     from xla_fsdp.xla.graph import buffer_id
@@ -503,7 +503,7 @@ def traced_on_meta() -> int:
 
     from xla_fsdp import parallelize
     from xla_fsdp.preflight.topologies import find_topology
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -542,7 +542,7 @@ LARGE_BLOCK = 4 * 12 * LARGE_WIDTH**2
 def traced_large() -> dict[str, Any]:
     """A model of more bytes than this machine has memory; run in the child."""
     from xla_fsdp.preflight.topologies import find_topology
-    from xla_fsdp.preflight.tracing import trace_step
+    from xla_fsdp.preflight.trace.tracing import trace_step
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     depth = 1 + memory // LARGE_BLOCK

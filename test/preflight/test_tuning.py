@@ -18,10 +18,13 @@ import pytest
 from test.common.example_report import report
 from test.common.tuning import MIB, Cost, FakeCompiler
 from xla_fsdp import Recipe
-from xla_fsdp.preflight import CompileError, Tuned, compiler, trials, tune
+from xla_fsdp.preflight import CompileError, Tuned, tune
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
 from xla_fsdp.preflight.api import traced_on
-from xla_fsdp.preflight.candidates import (
+from xla_fsdp.preflight.compile import compiler
+from xla_fsdp.preflight.read.html import tuned_page
+from xla_fsdp.preflight.search import trials
+from xla_fsdp.preflight.search.candidates import (
     RECIPES,
     Way,
     batch_sizes,
@@ -30,11 +33,10 @@ from xla_fsdp.preflight.candidates import (
     recipe_of,
     recipe_text,
 )
-from xla_fsdp.preflight.html import tuned_page
-from xla_fsdp.preflight.prediction import Figures, figures_at
-from xla_fsdp.preflight.program import Program
+from xla_fsdp.preflight.search.prediction import Figures, figures_at
+from xla_fsdp.preflight.search.tuned import Candidate
 from xla_fsdp.preflight.topologies import CHIPS, find_topology
-from xla_fsdp.preflight.tuned import Candidate
+from xla_fsdp.preflight.trace.program import Program
 
 pytest.importorskip("libtpu", reason="keys of the cache hold its version")
 
@@ -624,7 +626,8 @@ def test_a_step_that_changes_the_working_directory_changes_nothing_else(
 ) -> None:
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("xla_fsdp.preflight.tracing.trace_step", lambda build, coords: build())
+    target = "xla_fsdp.preflight.trace.tracing.trace_step"
+    monkeypatch.setattr(target, lambda build, coords: build())
     for _ in range(2):  # a relative path leads to the same folder
         traced_on(find_topology("v5e:2x2"), os.chdir, {"path": "data"})
     assert Path.cwd() == tmp_path
@@ -649,7 +652,8 @@ def test_a_compiler_ends_with_the_search_that_was_killed(tmp_path: Path) -> None
     os.mkfifo(folder / "request.json")  # which the compiler waits to read
     search = (
         "import os, subprocess, sys, time\n"
-        "command = [sys.executable, '-m', 'xla_fsdp.preflight.compile_child', sys.argv[1]]\n"
+        "child = 'xla_fsdp.preflight.compile.compile_child'\n"
+        "command = [sys.executable, '-m', child, sys.argv[1]]\n"
         "print(subprocess.Popen([*command, str(os.getpid())]).pid, flush=True)\n"
         "time.sleep(600)\n"
     )

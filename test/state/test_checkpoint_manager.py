@@ -22,9 +22,9 @@ from test.common.ranks import cached_outcome, run_on_ranks, run_python
 from test.common.saving import save_step
 from test.common.scenarios import fsdp, make, message
 from test.common.warned import recorded_warnings
-from xla_fsdp.checkpoint.save_step import Ranks
-from xla_fsdp.checkpoint.step_directory import Attempt
-from xla_fsdp.checkpoint.storage import open_storage
+from xla_fsdp.checkpoint.files.storage import open_storage
+from xla_fsdp.checkpoint.steps.save_step import Ranks
+from xla_fsdp.checkpoint.steps.step_directory import Attempt
 
 RANKS = 4
 
@@ -256,8 +256,8 @@ def tiers(rank: int, folder: Path) -> Any:
             set_to(model, step)
             first.save(step, model)
     exchange(b"")  # rank 0 deletes older steps, and has waited for that
-    from xla_fsdp.checkpoint.step_directory import complete_attempts
-    from xla_fsdp.checkpoint.storage import open_storage
+    from xla_fsdp.checkpoint.files.storage import open_storage
+    from xla_fsdp.checkpoint.steps.step_directory import complete_attempts
 
     places = [
         [each.step for each in complete_attempts(open_storage(folder / name))]
@@ -717,7 +717,7 @@ def test_arguments_are_checked_at_once(tmp_path: Path, arguments: dict[str, Any]
 
 
 def test_what_is_best_is_checked_at_once() -> None:
-    from xla_fsdp.checkpoint.step_directory import Best
+    from xla_fsdp.checkpoint.steps.step_directory import Best
 
     for arguments in ({"metric": 3}, {"metric": "loss", "keep": 1.5}):
         with pytest.raises(ValueError, match="expected"):

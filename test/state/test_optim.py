@@ -173,7 +173,7 @@ class CodesPair(Pair):
 @scenario
 def wide_and_whole(rank: int) -> dict[str, Any]:
     """State in a wider dtype than the parameter's, and a parameter that is not sharded."""
-    from xla_fsdp.checkpoint.format import StateKind
+    from xla_fsdp.checkpoint.format.records import StateKind
     from xla_fsdp.state.optim import read_optimizer, write_optimizer
 
     model = fsdp(make(CodesPair).to(torch.bfloat16))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from xla_fsdp.checkpoint.consistency import find_problems
-from xla_fsdp.checkpoint.consolidate import (
+from xla_fsdp.checkpoint.convert.consolidate import (
     MergeOptions,
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
@@ -14,8 +13,12 @@ from xla_fsdp.checkpoint.consolidate import (
     open_shard,
     read_shards,
 )
+from xla_fsdp.checkpoint.convert.model_files import Kind, Layout
+from xla_fsdp.checkpoint.convert.reshard_files import plan_reshard
 from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.format import (
+from xla_fsdp.checkpoint.files.outputs import WriteOptions
+from xla_fsdp.checkpoint.format.consistency import find_problems
+from xla_fsdp.checkpoint.format.records import (
     GroupRecord,
     MemberRecord,
     OptimizerRecord,
@@ -23,11 +26,8 @@ from xla_fsdp.checkpoint.format import (
     ShardMetadata,
     StateRecord,
 )
-from xla_fsdp.checkpoint.model_files import Kind, Layout
-from xla_fsdp.checkpoint.outputs import WriteOptions
-from xla_fsdp.checkpoint.reshard_files import plan_reshard
-from xla_fsdp.checkpoint.shard_files import Shard
-from xla_fsdp.checkpoint.step_directory import Best
+from xla_fsdp.checkpoint.format.shard_files import Shard
+from xla_fsdp.checkpoint.steps.step_directory import Best
 
 __all__ = [
     "Best",

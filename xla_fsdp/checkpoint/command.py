@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from xla_fsdp.checkpoint.consistency import describe_shards, verify_shards
-from xla_fsdp.checkpoint.consolidate import (
+from xla_fsdp.checkpoint.convert.consolidate import (
     OUTPUT_MARK,
     MergeOptions,
     look_at_shards,
@@ -22,16 +21,24 @@ from xla_fsdp.checkpoint.consolidate import (
     plan_merge,
     read_shards,
 )
-from xla_fsdp.checkpoint.copying import Progress, default_threads
+from xla_fsdp.checkpoint.convert.model_files import (
+    DTYPES,
+    Kind,
+    Layout,
+    kind_of,
+    parse_rule,
+    parse_size,
+)
+from xla_fsdp.checkpoint.convert.read_model import INDEX, open_model
+from xla_fsdp.checkpoint.convert.reshard_files import plan_reshard, step_of
 from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, listed, one_line, raise_if
-from xla_fsdp.checkpoint.model_files import DTYPES, Kind, Layout, kind_of, parse_rule, parse_size
-from xla_fsdp.checkpoint.outputs import Job, WriteOptions
-from xla_fsdp.checkpoint.plan import absent_names
-from xla_fsdp.checkpoint.read_model import INDEX, open_model
-from xla_fsdp.checkpoint.reshard_files import plan_reshard, step_of
-from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, Shard, describe_found
-from xla_fsdp.checkpoint.step_table import describe_steps
-from xla_fsdp.checkpoint.storage import open_storage
+from xla_fsdp.checkpoint.files.copying import Progress, default_threads
+from xla_fsdp.checkpoint.files.outputs import Job, WriteOptions
+from xla_fsdp.checkpoint.files.storage import open_storage
+from xla_fsdp.checkpoint.format.consistency import describe_shards, verify_shards
+from xla_fsdp.checkpoint.format.plan import absent_names
+from xla_fsdp.checkpoint.format.shard_files import DEFAULT_SUFFIX, Shard, describe_found
+from xla_fsdp.checkpoint.steps.step_table import describe_steps
 
 PROGRAM = "consolidate_sharded_ckpts"
 TARGETS = {"dcp": Kind.DCP, "hf": Kind.DIRECTORY, "torch": Kind.TORCH}

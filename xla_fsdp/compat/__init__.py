@@ -59,7 +59,7 @@ def install() -> None:
     for name in [name for name in sys.modules if name.startswith(f"{THEIRS}.")]:
         del sys.modules[name]
     importlib.import_module("xla_fsdp.compat.merge")  # records the time when the job began
-    importlib.import_module("xla_fsdp.checkpoint.save_numbers").begin()
+    importlib.import_module("xla_fsdp.checkpoint.format.save_numbers").begin()
     parent: Any = importlib.import_module(THEIRS.rpartition(".")[0])
     for suffix, homes in _HOMES.items():
         sys.modules[THEIRS + suffix] = _Alias(THEIRS + suffix, homes)

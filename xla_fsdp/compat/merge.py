@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_fsdp.checkpoint import consolidate
+from xla_fsdp.checkpoint.convert import consolidate
 from xla_fsdp.checkpoint.errors import raise_if
-from xla_fsdp.checkpoint.save_numbers import number_of
-from xla_fsdp.checkpoint.shard_files import DEFAULT_SUFFIX, find_files
+from xla_fsdp.checkpoint.format.save_numbers import number_of
+from xla_fsdp.checkpoint.format.shard_files import DEFAULT_SUFFIX, find_files
 from xla_fsdp.distributed.cpu_ranks import Unwind, current_rank_thread
 
 CLOCKS_DIFFER = 2.0  # seconds by which a file server's clock may be slow

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from xla_fsdp.checkpoint.save_numbers import numbered
+from xla_fsdp.checkpoint.format.save_numbers import numbered
 from xla_fsdp.comm_hooks import CommHook, Hook
 from xla_fsdp.distributed.collectives import XlaCollectives
 from xla_fsdp.fsdp.engine.conversions import without_swaps

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.checkpoint.format import UNSHARDED
+from xla_fsdp.checkpoint.format.records import UNSHARDED
 from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm

@@ -10,11 +10,11 @@ does. Importing this loads no torch_xla.
 from __future__ import annotations
 
 from xla_fsdp.preflight.api import PreflightWarning, fastest, preflight
-from xla_fsdp.preflight.compiler import CompileError
-from xla_fsdp.preflight.rehearsal import Rehearsal, RehearsalError, rehearse
-from xla_fsdp.preflight.report import Report
-from xla_fsdp.preflight.tuned import Candidate, Tuned
-from xla_fsdp.preflight.tuning import tune
+from xla_fsdp.preflight.compile.compiler import CompileError
+from xla_fsdp.preflight.read.report import Report
+from xla_fsdp.preflight.rehearse.rehearsal import Rehearsal, RehearsalError, rehearse
+from xla_fsdp.preflight.search.tuned import Candidate, Tuned
+from xla_fsdp.preflight.search.tuning import tune
 
 __all__ = [
     "Candidate",

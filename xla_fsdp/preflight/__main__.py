@@ -32,13 +32,13 @@ from xla_fsdp.preflight.api import (
     mesh_on,
     preflight,
 )
-from xla_fsdp.preflight.compiler import CompileError
-from xla_fsdp.preflight.html import about_run, page, tuned_page
-from xla_fsdp.preflight.rehearsal import PLAIN, RehearsalError, rehearse
-from xla_fsdp.preflight.report import Failed, Report, full_text, table
+from xla_fsdp.preflight.compile.compiler import CompileError
+from xla_fsdp.preflight.read.html import about_run, page, tuned_page
+from xla_fsdp.preflight.read.report import Failed, Report, full_text, table
+from xla_fsdp.preflight.rehearse.rehearsal import PLAIN, RehearsalError, rehearse
+from xla_fsdp.preflight.search.tuned import Tuned
+from xla_fsdp.preflight.search.tuning import DEPTH, RECIPE, InterruptedSearch, tune
 from xla_fsdp.preflight.topologies import GIB, find_topology, known_names
-from xla_fsdp.preflight.tuned import Tuned
-from xla_fsdp.preflight.tuning import DEPTH, RECIPE, InterruptedSearch, tune
 
 USAGE_EXIT_CODE = 2
 

@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xla_fsdp.preflight.compiler import Compiled, check_installed, compile_program
-from xla_fsdp.preflight.estimate import estimate, timeline
-from xla_fsdp.preflight.findings import about_groups, about_host_memory, all_findings
-from xla_fsdp.preflight.hlo import Module
-from xla_fsdp.preflight.liveness import GATHERED, Peak, fullest_moment, most_gathered
-from xla_fsdp.preflight.program import GRADIENT, PARAMETER, STATE, Program, Traced
-from xla_fsdp.preflight.report import (
+from xla_fsdp.preflight.compile.compiler import Compiled, check_installed, compile_program
+from xla_fsdp.preflight.read.estimate import estimate, timeline
+from xla_fsdp.preflight.read.findings import about_groups, about_host_memory, all_findings
+from xla_fsdp.preflight.read.hlo import Module
+from xla_fsdp.preflight.read.liveness import GATHERED, Peak, fullest_moment, most_gathered
+from xla_fsdp.preflight.read.report import (
     Buffer,
     Memory,
     Report,
@@ -29,8 +28,9 @@ from xla_fsdp.preflight.report import (
     fastest_of,
     options_text,
 )
+from xla_fsdp.preflight.read.traffic import Collective, collectives_of
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
-from xla_fsdp.preflight.traffic import Collective, collectives_of
+from xla_fsdp.preflight.trace.program import GRADIENT, PARAMETER, STATE, Program, Traced
 from xla_fsdp.tpu_flags import compiler_flags
 
 if TYPE_CHECKING:  # it loads torch, which the compiler's child process does not need
@@ -105,7 +105,7 @@ def traced_on(
     topology: Topology, build_step: Callable[..., Callable[[], Any]], options: Mapping[str, Any]
 ) -> Traced:
     """Trace the step that ``build_step(**options)`` returns, as a rank of the slice would."""
-    from xla_fsdp.preflight.tracing import trace_step  # loads torch_xla
+    from xla_fsdp.preflight.trace.tracing import trace_step  # loads torch_xla
 
     folder = Path.cwd()
     try:

@@ -16,17 +16,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from xla_fsdp.checkpoint.checksum import digest
+from xla_fsdp.checkpoint.convert.model_files import Rule, check_prefixes
+from xla_fsdp.checkpoint.convert.reshard import Selection
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     number_or_none,
     raise_if,
     whole_number,
 )
-from xla_fsdp.checkpoint.model_files import Rule, check_prefixes
-from xla_fsdp.checkpoint.reshard import Selection
-from xla_fsdp.checkpoint.save_step import Ranks, disagreements
-from xla_fsdp.checkpoint.step_directory import (
+from xla_fsdp.checkpoint.files.checksum import digest
+from xla_fsdp.checkpoint.files.storage import Storage, open_storage
+from xla_fsdp.checkpoint.steps.save_step import Ranks, disagreements
+from xla_fsdp.checkpoint.steps.step_directory import (
     Attempt,
     Best,
     Keep,
@@ -35,7 +36,6 @@ from xla_fsdp.checkpoint.step_directory import (
     owner_of,
     read_metrics,
 )
-from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.state.train_checkpoint import (
     LOOKS,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from xla_fsdp.checkpoint.format import (
+from xla_fsdp.checkpoint.format.records import (
     UNSHARDED,
     GroupRecord,
     OptimizerState,

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from xla_fsdp.checkpoint.format import MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.checkpoint.format.records import MemberRecord, ParamRecord, ShardMetadata
 from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.shard_layout import join_name

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from xla_fsdp.checkpoint.convert.reshard import LoadTarget, Selection
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     MismatchError,
@@ -29,7 +30,9 @@ from xla_fsdp.checkpoint.errors import (
     raise_if,
     whole_number,
 )
-from xla_fsdp.checkpoint.format import (
+from xla_fsdp.checkpoint.files.json_values import Packed, pack
+from xla_fsdp.checkpoint.files.storage import Storage, open_storage
+from xla_fsdp.checkpoint.format.records import (
     SUFFIXES,
     JobRecord,
     OptimizerState,
@@ -37,10 +40,8 @@ from xla_fsdp.checkpoint.format import (
     StateEntry,
     StateKind,
 )
-from xla_fsdp.checkpoint.json_values import Packed, pack
-from xla_fsdp.checkpoint.load_step import LoadedStep, load_step
-from xla_fsdp.checkpoint.reshard import LoadTarget, Selection
-from xla_fsdp.checkpoint.save_step import (
+from xla_fsdp.checkpoint.steps.load_step import LoadedStep, load_step
+from xla_fsdp.checkpoint.steps.save_step import (
     LOOKED_AT,
     Job,
     RankContent,
@@ -50,7 +51,7 @@ from xla_fsdp.checkpoint.save_step import (
     disagreements,
     write_rank_file,
 )
-from xla_fsdp.checkpoint.step_directory import (
+from xla_fsdp.checkpoint.steps.step_directory import (
     Attempt,
     Keep,
     all_attempts,
@@ -58,7 +59,6 @@ from xla_fsdp.checkpoint.step_directory import (
     newest_complete,
     owner_of,
 )
-from xla_fsdp.checkpoint.storage import Storage, open_storage
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.fsdp.engine.module_state import reshard_units
 from xla_fsdp.fsdp.engine.param_guards import held_shape

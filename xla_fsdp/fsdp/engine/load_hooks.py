@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.checkpoint.plan import original_name
+from xla_fsdp.checkpoint.format.plan import original_name
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.packing import own_parts
 from xla_fsdp.fsdp.engine.positional_state import note_order

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from xla_fsdp.checkpoint.convert.read_model import open_model
 from xla_fsdp.checkpoint.errors import CheckpointError
-from xla_fsdp.checkpoint.read_model import open_model
-from xla_fsdp.checkpoint.tensor_source import TensorSource, full_path
+from xla_fsdp.checkpoint.files.tensor_source import TensorSource, full_path
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.shard_layout import join_name
 

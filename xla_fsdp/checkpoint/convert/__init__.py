@@ -1,0 +1,1 @@
+"""Merging, resharding, and the formats of others."""

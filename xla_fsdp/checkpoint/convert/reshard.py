@@ -1,0 +1,531 @@
+"""Plan what one rank of a new job reads from the files of an old job, without reading tensors.
+
+The jobs may differ in the numbers of ranks and tensor-parallel parts, FSDP units, flattening,
+sharding by rows, and sharding groups. An optimizer state of its parameter's shape is resharded with
+the parameter. A state of one number (a step counter) must be equal for all parameters that are
+flattened together. A state of any other shape can only be loaded by a rank with the same shard.
+
+Invariants: a new shard has exactly the elements that one would get by merging all files and slicing
+the result, and its source reads no others; all problems are reported together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from xla_fsdp.checkpoint.convert.model_files import Rule, new_names
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    MismatchError,
+    dtype_name,
+    dtype_named,
+    listed,
+)
+from xla_fsdp.checkpoint.files.tensor_source import (
+    ByteSource,
+    Joined,
+    TensorSource,
+    TensorSpec,
+    Zeros,
+    part_of,
+)
+from xla_fsdp.checkpoint.format.full_tensors import (
+    MergePlan,
+    full_members,
+    model_shards,
+    state_shards,
+)
+from xla_fsdp.checkpoint.format.records import (
+    UNSHARDED,
+    GroupRecord,
+    MemberRecord,
+    OptimizerRecord,
+    OptimizerState,
+    ParamRecord,
+    ShardMetadata,
+    StateEntry,
+    StateKind,
+    StateRecord,
+    state_name,
+)
+from xla_fsdp.checkpoint.format.shard_files import Shard
+
+
+@dataclass(frozen=True)
+class LoadTarget:
+    """The model and the optimizer of a rank of the new job.
+
+    Args:
+        metadata: of the model's shards.
+        unsharded: name to shape of every other tensor in the state dict.
+        groups: keys of the parameters in each of the optimizer's groups; None to load no optimizer.
+    """
+
+    metadata: ShardMetadata
+    unsharded: Mapping[str, tuple[int, ...]]
+    groups: Sequence[Sequence[str]] | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tensors are loaded, and under which names they are saved.
+
+    Args:
+        only: whether a parameter or buffer of this name in the model is loaded.
+        strict: whether a selected name that is only in the checkpoint or only in the model is an
+            error.
+        rules: that give names in the checkpoint those in the model.
+    """
+
+    only: Callable[[str], bool] = lambda name: True
+    strict: bool = True
+    rules: tuple[Rule, ...] = ()
+
+    def plan(self, plan: MergePlan) -> MergePlan:
+        """Return the plan with the names in the model.
+
+        Raises:
+            MismatchError: if two tensors get one name, or a rule fits none.
+        """
+        members = [member.name for entry in plan.sharded.values() for member in entry.members]
+        try:
+            names = new_names([*members, *plan.unsharded.values(), *plan.ties], self.rules)
+        except CheckpointError as error:
+            raise MismatchError(error.problems) from error
+        sharded = {
+            key: replace(
+                entry, members=tuple(replace(m, name=names[m.name]) for m in entry.members)
+            )
+            for key, entry in plan.sharded.items()
+        }
+        unsharded = {key: names[name] for key, name in plan.unsharded.items()}
+        ties = {names[alias]: names[name] for alias, name in plan.ties.items()}
+        return replace(plan, sharded=sharded, unsharded=unsharded, ties=ties)
+
+
+@dataclass
+class ReadPlan:
+    """The tensors that a target reads, or the reasons why it cannot be loaded.
+
+    Args:
+        model: by key of the target's state dict; shards are vectors.
+        optimizer: with the target's groups and keys; None if the target has no optimizer.
+        ties: bytes that must be equal, as the model has one tensor where the checkpoint has two; by
+            the names of these.
+        problems: one line each. If there are any, the rest must not be used.
+        saved_dtypes: of the tensors in ``model``, as they were saved, by the target's keys.
+    """
+
+    model: dict[str, TensorSource] = field(default_factory=dict)
+    optimizer: OptimizerState | None = None
+    ties: dict[tuple[str, str], tuple[ByteSource, ByteSource]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    saved_dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
+
+
+class SourceCheckpoint:
+    """The files of all ranks of the old job, accessed by original names.
+
+    Args:
+        plan: for merging the shards.
+        shards: of every rank, in rank order.
+        own: rank whose unsharded tensors are read, and whose shards if the target needs the same.
+    """
+
+    def __init__(self, plan: MergePlan, shards: Sequence[Shard], own: int) -> None:
+        self.plan = plan
+        self.rank = own
+        self.own = shards[own]
+        self._shards = shards
+        self.key_of: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for key, entry in plan.sharded.items():
+            for member in entry.members:
+                self.key_of[member.name], self.shapes[member.name] = key, member.shape
+        for key, name in plan.unsharded.items():
+            if isinstance(value := self.own.state_dict[key], TensorSource):
+                self.key_of[name], self.shapes[name] = key, value.shape
+        # Created on access: each has as many parts as there are ranks.
+        self._full: dict[str, dict[str, TensorSource]] = {}
+        self._states: dict[str, dict[str, dict[str, TensorSource]]] = {}
+
+    def full(self, name: str) -> TensorSource:
+        """Return the global tensor saved as ``name``."""
+        key = self.key_of[name]
+        if key not in self.plan.sharded:
+            return self.own.state_dict[key]
+        if key not in self._full:
+            sources = model_shards(self._shards, key)
+            self._full[key] = dict(full_members(self.plan.sharded[key], sources))
+        return self._full[key][name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype in which ``name`` is saved."""
+        key = self.key_of[name]
+        entry = self.plan.sharded.get(key)
+        dtype: torch.dtype = self.own.state_dict[key].dtype if entry is None else entry.dtype
+        return dtype
+
+    def resolve(self, name: str) -> str:
+        """Return the canonical name of a tied tensor, under which it is saved; else ``name``."""
+        return name if name in self.key_of else self.plan.ties.get(name, name)
+
+    def same_shard(self, record: ParamRecord, target: ShardMetadata) -> str | None:
+        """Return the key of rank ``own``'s shard if the target's rank has the same shard of
+        ``record``; None if the sharding differs."""
+        key = self.key_of.get(self.resolve(record.members[0].name))
+        entry = self.plan.sharded.get(key or "")
+        if entry is None or (self.plan.world_size, self.rank) != (target.world_size, target.rank):
+            return None
+        own = [replace(m, name=self.resolve(m.name)) for m in record.members]
+        same_members = own == list(entry.members) and entry.parts == target.tensor_parts
+        layout = record.layout(target.world_size, target.tensor_parts)
+        same_length = math.prod(entry.shard_shape) == layout.shard_numel
+        return key if same_members and same_length else None
+
+    def record(self, key: str) -> StateRecord | None:
+        """Return the record of the optimizer states saved under a key."""
+        return None if self.plan.optimizer is None else self.plan.optimizer.states.get(key)
+
+    def full_states(self, name: str) -> dict[str, TensorSource]:
+        """Return the global optimizer states of a parameter that have the parameter's shape."""
+        key = self.key_of[name]
+        if key not in self._states:
+            self._states[key] = dict(self._full_states_of_key(key))
+        return {state: by_name[name] for state, by_name in self._states[key].items()}
+
+    def _full_states_of_key(self, key: str) -> Iterator[tuple[str, dict[str, TensorSource]]]:
+        record = self.record(key)
+        for state in record.sharded if record else ():
+            sources = state_shards(self._shards, key, state)
+            yield state, dict(full_members(self.plan.sharded[key], sources))
+        if record and key in self.plan.unsharded:
+            name = self.plan.unsharded[key]
+            for state in record.whole:
+                source = self.own.optimizer[state_name(key, state)]
+                if source.shape == self.shapes[name] and source.shape not in ((), (1,)):
+                    yield state, {name: source}
+
+
+def plan_read(source: SourceCheckpoint, target: LoadTarget, selection: Selection) -> ReadPlan:
+    """Return the tensors that a rank of the new job reads.
+
+    Args:
+        source: files of the old job, by names of the new one.
+        target: rank of the new job.
+        selection: of the tensors to read.
+    """
+    plan = _ModelReader(source, target, selection).read()
+    if target.groups is None:
+        return plan
+    if source.plan.optimizer is None:
+        plan.problems.append("the checkpoint holds no optimizer state; load without one")
+        return plan
+    reader = _OptimizerReader(source, target.metadata, source.plan.optimizer, plan, selection)
+    plan.optimizer = reader.read(target.groups)
+    return plan
+
+
+def shard_of(
+    record: ParamRecord,
+    sources: Sequence[TensorSource | None],
+    rank: int,
+    world_size: int,
+    parts: int = 1,
+) -> TensorSource:
+    """Return a rank's shard as a vector, padded with zeros.
+
+    Args:
+        record: of the sharded entry.
+        sources: global tensor of each parameter in ``record``, in order, all of one dtype; None for
+            zeros. At least one is not None.
+        rank: of the shard.
+        world_size: number of ranks of all tensor-parallel parts.
+        parts: number of tensor-parallel parts.
+
+    Returns:
+        A source of shape ``(shard_numel,)``.
+    """
+    layout = record.layout(world_size, parts)
+    part, local_rank = divmod(rank, layout.num_shards)
+    wanted = layout.slice_for(local_rank)
+    dtype = next(source.dtype for source in sources if source is not None)
+    numels = [member.local_numel(parts) for member in record.members]
+    ranges: list[ByteSource] = []
+    for member, source, start, numel in zip(
+        record.members, sources, accumulate(numels, initial=0), numels, strict=False
+    ):
+        low, high = max(wanted.start - start, 0), min(wanted.stop - start, numel)
+        if low < high and source is not None:
+            ranges.append(part_of(source, member, part, parts).elements(low, high))
+        elif low < high:
+            ranges.append(Zeros((high - low) * dtype.itemsize))
+    ranges.append(Zeros((layout.shard_numel - wanted.stop + wanted.start) * dtype.itemsize))
+    return TensorSource(TensorSpec(dtype, (layout.shard_numel,)), Joined(ranges))
+
+
+class _ModelReader:
+    def __init__(self, source: SourceCheckpoint, target: LoadTarget, selection: Selection) -> None:
+        self._source, self._target = source, target
+        self._only, self._strict = selection.only, selection.strict
+        self._plan = ReadPlan()
+        self._used: set[str] = set()
+
+    def read(self) -> ReadPlan:
+        source, metadata, model = self._source, self._target.metadata, self._plan.model
+        for record in metadata.params:
+            names = self._names(record.key, record.members)
+            if not names:
+                continue
+            self._plan.saved_dtypes[record.key] = set(map(source.dtype_of, names))
+            if same := source.same_shard(record, metadata):
+                model[record.key] = source.own.state_dict[same]
+                continue
+            full = [source.full(name).cast(dtype_named(record.dtype)) for name in names]
+            at = (metadata.rank, metadata.world_size, metadata.tensor_parts)
+            model[record.key] = shard_of(record, full, *at)
+        for name, shape in self._target.unsharded.items():
+            for found in self._names(name, (MemberRecord(name, shape),)):
+                model[name] = source.full(found)
+                self._plan.saved_dtypes[name] = {source.dtype_of(found)}
+        for alias, name in metadata.ties.items():
+            if alias in source.key_of and name in self._used and self._only(name):
+                self._add_tie(alias, name)
+        if self._strict:
+            self._plan.problems += [
+                f"{name} is in the checkpoint, but not in the model"
+                for name in source.key_of
+                if name not in self._used and self._only(name)
+            ]
+        return self._plan
+
+    def _add_tie(self, alias: str, name: str) -> None:
+        """Have this rank's part of two names' bytes compared: torch saves each name of a tensor."""
+        self._used.add(alias)
+        first, second = self._source.full(name), self._source.full(alias)
+        rank, size = self._target.metadata.rank, self._target.metadata.world_size
+        if first.spec != second.spec:
+            self._plan.problems.append(
+                f"{alias} is tied to {name} in the model, but in the checkpoint it is "
+                f"{dtype_name(second.dtype)} of shape {second.shape}, and {name} "
+                f"{dtype_name(first.dtype)} of shape {first.shape}"
+            )
+            return
+        numel = math.prod(first.shape)
+        low, high = numel * rank // size, numel * (rank + 1) // size
+        self._plan.ties[alias, name] = first.elements(low, high), second.elements(low, high)
+
+    def _names(self, key: str, members: Sequence[MemberRecord]) -> list[str]:
+        """Return the names under which these parameters are saved; [] if any is missing or has
+        another shape."""
+        found, missing = [], []
+        selected = [member.name for member in members if self._only(member.name)]
+        if selected and len(selected) < len(members):
+            others = listed((m.name for m in members if m.name not in selected), len(members))
+            self._plan.problems.append(
+                f"{selected[0]} is to be loaded, but it is a part of {key}, together with "
+                f"{others}; load all of it or nothing"
+            )
+        if len(selected) < len(members):
+            return []
+        for member in members:
+            name = self._source.resolve(member.name)
+            shape = self._source.shapes.get(name)
+            if shape is None:
+                missing.append(member.name)
+                continue
+            self._used.add(name)
+            if shape == member.shape:
+                found.append(name)
+            else:
+                self._plan.problems.append(
+                    f"{member.name} has shape {shape} in the checkpoint, but {member.shape} in the "
+                    f"model"
+                )
+        if self._strict or found:  # a flat parameter must be loaded completely or not at all
+            part = f" (a part of {key})" if len(members) > 1 else ""
+            self._plan.problems += [
+                f"{name}{part} is in the model, but not in the checkpoint" for name in missing
+            ]
+        return found if len(found) == len(members) else []
+
+
+class _OptimizerReader:
+    def __init__(
+        self,
+        source: SourceCheckpoint,
+        metadata: ShardMetadata,
+        old: OptimizerRecord,
+        plan: ReadPlan,
+        selection: Selection,
+    ) -> None:
+        self._source, self._metadata = source, metadata
+        self._only, self._strict = selection.only, selection.strict
+        self._records = {record.key: record for record in metadata.params}
+        self._plan = plan
+        self._problems = plan.problems
+        self._old_groups = old.groups
+        self._group_of = {
+            name: index
+            for index, group in enumerate(self._old_groups)
+            for key in group.params
+            for name in source.plan.names_of(key)
+        }
+
+    def read(self, target_groups: Sequence[Sequence[str]]) -> OptimizerState:
+        used: set[str] = set()
+        groups: list[GroupRecord] = []
+        states: dict[str, dict[str, StateEntry]] = {}
+        for index, keys in enumerate(target_groups):
+            names = [name for key in keys for name in self._names(key)]
+            used.update(names)
+            groups.append(GroupRecord(tuple(keys), self._options(index, names)))
+            for key in keys:
+                if key in self._plan.model:  # otherwise reported already, or ignored if not strict
+                    states |= self._states(key)
+        if self._strict:
+            self._problems += [
+                f"the checkpoint has optimizer state of {name}, which is in no group of the "
+                f"optimizer"
+                for name in self._group_of
+                if name not in used
+                and self._only(name)
+                and self._source.record(self._source.key_of[name])
+            ]
+        return OptimizerState(tuple(groups), states)
+
+    def _names(self, key: str) -> list[str]:
+        """Return the names under which the parameters of a target's key are saved."""
+        record = self._records.get(key)
+        members = [member.name for member in record.members] if record else [key]
+        return [self._source.resolve(name) for name in members]
+
+    def _options(self, index: int, names: Sequence[str]) -> dict[str, Any]:
+        """Return the hyperparameters that all parameters of a new group had; report if they
+        differed."""
+        if self._strict:
+            self._problems += [
+                f"{name} is in group {index} of the optimizer, but in none of the checkpoint's"
+                for name in names
+                if name not in self._group_of and self._only(name)
+            ]
+        by_group: dict[int, str] = {}
+        for name in names:
+            if name in self._group_of and self._only(name):
+                by_group.setdefault(self._group_of[name], name)
+        found = [self._old_groups[each].options for each in by_group]
+        if not found:
+            return self._options_of_empty(index) if not names else {}
+        if any(options != found[0] for options in found):
+            self._problems.append(
+                f"group {index} of the optimizer joins parameters of several groups of the "
+                f"checkpoint with different settings: "
+                f"{listed(by_group.values(), len(by_group), 5)}. Create the "
+                f"optimizer with the same groups (flatten_parameters joins parameters, too)"
+            )
+        return found[0]
+
+    def _options_of_empty(self, index: int) -> dict[str, Any]:
+        """Return the hyperparameters of a group without parameters, which its place tells."""
+        empty = index < len(self._old_groups) and not self._old_groups[index].params
+        return self._old_groups[index].options if empty else {}
+
+    def _states(self, key: str) -> dict[str, dict[str, StateEntry]]:
+        """Return ``{key: its states}``; {} if none are saved."""
+        names = self._names(key)
+        old_keys = list(dict.fromkeys(self._source.key_of[name] for name in names))
+        if not any(self._source.record(old) for old in old_keys):
+            return {}
+        states = dict(self._sharded_states(key, names))
+        for old in old_keys:
+            for state, entry in self._other_states(key, old):
+                self._add_common(key, state, entry, states)
+        return {key: states}
+
+    def _sharded_states(self, key: str, names: Sequence[str]) -> Iterator[tuple[str, StateEntry]]:
+        record, source = self._records.get(key), self._source
+        old = None if record is None else source.same_shard(record, self._metadata)
+        state_record = None if old is None else source.record(old)
+        if old is not None and state_record is not None:
+            for state in state_record.sharded:
+                same = source.own.optimizer[state_name(old, state)]
+                yield state, StateEntry(StateKind.SHARD, same)
+            return
+        full = [source.full_states(name) for name in names]
+        for state in dict.fromkeys(state for states in full for state in states):
+            # Parameters without state that are now flattened with others get zeros: the state that
+            # gradients of zero would have left.
+            sources = [states.get(state) for states in full]
+            if record is None:
+                yield state, StateEntry(StateKind.DEVICE, sources[0])
+            else:
+                yield state, StateEntry(StateKind.SHARD, self._shard_of(record, sources))
+
+    def _shard_of(
+        self, record: ParamRecord, sources: Sequence[TensorSource | None]
+    ) -> TensorSource:
+        dtype = next(source.dtype for source in sources if source is not None)
+        sources = [source and source.cast(dtype) for source in sources]
+        own = self._metadata
+        return shard_of(record, sources, own.rank, own.world_size, own.tensor_parts)
+
+    def _other_states(self, key: str, old: str) -> Iterator[tuple[str, StateEntry]]:
+        """Yield the states of an old key that do not have its parameter's shape."""
+        record = self._source.record(old)
+        if record is None:
+            return
+        of_same_shape = self._source.full_states(self._source.plan.names_of(old)[0])
+        for state, entry in self._source.own.states(old, record).items():
+            if state in of_same_shape:
+                continue
+            if (
+                entry.kind is StateKind.VALUE
+                or _is_number(entry.value.spec)
+                or state.startswith(UNSHARDED)
+                or self._has_same_shard(key, old)
+            ):
+                yield state, entry
+            else:
+                self._problems.append(
+                    f"optimizer state {state} of {old} has shape {entry.value.shape}, neither that "
+                    f"of the parameter nor one number, so it cannot be cut anew. Load it with the "
+                    f"wrapping and the {self._source.plan.world_size} ranks that it was saved "
+                    f"with, or load without optimizer"
+                )
+
+    def _has_same_shard(self, key: str, old: str) -> bool:
+        record = self._records.get(key)
+        if record is None:
+            return old in self._source.plan.unsharded
+        return self._source.same_shard(record, self._metadata) == old
+
+    def _add_common(
+        self, key: str, state: str, new: StateEntry, states: dict[str, StateEntry]
+    ) -> None:
+        """Add a state to ``states``; report if it differs from another parameter's in ``key``."""
+        known = states.setdefault(state, new)
+        if known is new or _equal(known.value, new.value):
+            return
+        problem = (
+            f"{key} joins parameters whose optimizer state {state} differs. Load with the wrapping "
+            f"that was used for saving"
+        )
+        if problem not in self._problems:
+            self._problems.append(problem)
+
+
+def _is_number(spec: TensorSpec) -> bool:
+    # torch_xla's optimizers have empty tensors for the states they do not use.
+    return spec.shape in ((), (0,), (1,))
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, TensorSource) and isinstance(second, TensorSource):
+        return first.spec == second.spec and torch.equal(first.load(), second.load())
+    return type(first) is type(second) and first == second

@@ -1,0 +1,1 @@
+"""Files of tensors and small values, on disks and in object stores."""

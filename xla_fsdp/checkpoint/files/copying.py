@@ -1,0 +1,359 @@
+"""Copy tensors into files and compute their checksums: in parallel, a chunk at a time.
+
+Invariants: memory is bounded by threads times ``CHUNK`` (twice that where the dtype changes); the
+first error ends all threads and is raised; a copy returns CRC-32s without reading twice.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from xla_fsdp.checkpoint.errors import CheckpointError, failing
+from xla_fsdp.checkpoint.files.checksum import (
+    BLOCK,
+    combine,
+    crcs_in,
+    whole_of,
+    written,
+)
+from xla_fsdp.checkpoint.files.tensor_source import (
+    ByteSource,
+    Joined,
+    Part,
+    RecentBlocks,
+    TensorSource,
+    pieces,
+    read_bytes,
+)
+
+# Bytes: larger chunks are not faster, smaller ones cost more Python calls. A multiple of ``BLOCK``
+# or, in tests, a divisor of it.
+CHUNK = 4 * BLOCK
+
+COMBINED = 1 << 18  # bytes from which on to combine CRC-32s is faster than to compute them again
+
+Progress = Callable[[int], None]
+
+
+def default_threads() -> int:
+    """Return the number of threads that copy, where the user gives none."""
+    return min(8, 2 * (os.cpu_count() or 1))
+
+
+@dataclass(frozen=True)
+class CopyTask:
+    """A tensor, and the offset in the file at ``path`` where its bytes belong."""
+
+    source: TensorSource
+    path: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes ``start`` to ``start + length`` of the source with this index."""
+
+    index: int
+    start: int
+    length: int
+
+
+def copy(
+    tasks: Sequence[CopyTask], *, threads: int, progress: Progress = lambda _: None
+) -> list[list[int]]:
+    """Copy tensors into files that exist and have their final length.
+
+    Args:
+        tasks: tensors to copy, into any number of files.
+        threads: that read and write at the same time.
+        progress: called with the number of bytes of every copied chunk, from several threads.
+
+    Returns:
+        The CRC-32 of each block of each tensor.
+    """
+
+    def write(chunk: Chunk, buffer: memoryview) -> None:
+        task = tasks[chunk.index]
+        with failing(task.path):
+            _write(task.path, task.start + chunk.start, buffer)
+
+    return _read_all([task.source.data for task in tasks], write, threads, progress)
+
+
+def read_crcs(
+    sources: Sequence[ByteSource], *, threads: int, progress: Progress = lambda _: None
+) -> list[list[int]]:
+    """Return the CRC-32 of each block of each source."""
+    return _read_all(sources, lambda chunk, buffer: None, threads, progress)
+
+
+def _read_all(
+    sources: Sequence[ByteSource],
+    use: Callable[[Chunk, memoryview], None],
+    threads: int,
+    progress: Progress,
+) -> list[list[int]]:
+    """Read every chunk of the sources and hand it to ``use``; return the CRC-32 of each block."""
+    chunks = [
+        Chunk(index, start, min(CHUNK, source.nbytes - start))
+        for index, source in enumerate(sources)
+        for start in range(0, source.nbytes, CHUNK)
+    ]
+    longest = max((chunk.length for chunk in chunks), default=0)
+    own = threading.local()
+
+    def work(chunk: Chunk) -> list[int]:
+        # One buffer per thread: to allocate one takes as long as to copy it.
+        if not hasattr(own, "buffer"):
+            own.buffer = memoryview(bytearray(longest))
+        buffer = own.buffer[: chunk.length]
+        source, crcs = sources[chunk.index], []
+        for at in range(0, chunk.length, BLOCK):
+            crcs.append(read_with_crc(source, chunk.start + at, buffer[at : at + BLOCK]))
+        use(chunk, buffer)
+        progress(chunk.length)
+        return crcs
+
+    parts: list[dict[int, list[tuple[int, int]]]] = [defaultdict(list) for _ in sources]
+    with ThreadPoolExecutor(threads) as pool:
+        for chunk, crcs in zip(chunks, pool.map(work, chunks), strict=True):
+            for at, crc in zip(range(0, chunk.length, BLOCK), crcs, strict=True):
+                block = parts[chunk.index][(chunk.start + at) // BLOCK]
+                block.append((crc, min(BLOCK, chunk.length - at)))
+    return [[combine(block) for block in own.values()] for own in parts]
+
+
+def read_with_crc(source: ByteSource, start: int, buffer: memoryview) -> int:
+    """Fill ``buffer`` with bytes of a source from ``start`` on, and return their CRC-32.
+
+    Bytes that a verifier reads need not be gone through twice.
+    """
+    if isinstance(source, Part):
+        return read_with_crc(source.source, source.start + start, buffer)
+    if isinstance(source, ChecksumVerifier):
+        return source.read_with_crc(start, buffer)
+    if isinstance(source, Joined):
+        end = start + len(buffer)
+        parts = [(p, low, min(stop, end), stop) for p, low, stop in source.parts(start, end)]
+        if len(buffer) >= len(parts) * COMBINED:
+            return combine(
+                (
+                    read_with_crc(
+                        part, low - (stop - part.nbytes), buffer[low - start : high - start]
+                    ),
+                    high - low,
+                )
+                for part, low, high, stop in parts
+            )
+    source.read_into(start, buffer)
+    return zlib.crc32(buffer)
+
+
+def _write(path: str, start: int, buffer: memoryview) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        done = 0
+        while done < len(buffer):
+            done += os.pwrite(descriptor, buffer[done:], start + done)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- damage
+
+
+class Verifier(Protocol):
+    """Knows what was read of tensors, and whether it is damaged."""
+
+    def problems(self, *, unread: bool) -> list[str]:
+        """Return one line for every damaged tensor.
+
+        Args:
+            unread: whether to check tensors too of which nothing was read (they are all padding,
+                or another rank's copies of unsharded tensors).
+        """
+
+
+class ChecksumVerifier:
+    """A byte source of one tensor that records the CRC-32 of every read."""
+
+    def __init__(self, name: str, source: TensorSource) -> None:
+        self.name = name
+        self.nbytes = source.spec.nbytes
+        self._source = source
+        self._read: dict[tuple[int, int], int] = {}  # (start, stop) of a read to its CRC-32
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        self.read_with_crc(start, buffer)
+
+    def read_with_crc(self, start: int, buffer: memoryview) -> int:
+        """Read, and return the CRC-32 of what was read."""
+        self._source.data.read_into(start, buffer)
+        crc = self._read[start, start + len(buffer)] = zlib.crc32(buffer)
+        return crc
+
+    def problems(self, *, unread: bool) -> list[str]:
+        """As ``Verifier`` has it."""
+        if not self._read and not unread:
+            return []
+        problem = damage(self.name, self._source, self._crc())
+        return [problem] if problem else []
+
+    def _crc(self) -> int:
+        """Return the CRC-32 of the tensor; read the bytes that were not read yet (padding)."""
+        parts, at = [], 0
+        for (start, stop), crc in sorted(self._read.items()):
+            if start < at:  # two reads overlap, so their CRC-32s cannot be combined
+                return self._crc_of(0, self.nbytes)
+            if start > at:
+                parts.append((self._crc_of(at, start), start - at))
+            parts.append((crc, stop - start))
+            at = stop
+        parts.append((self._crc_of(at, self.nbytes), self.nbytes - at))
+        return combine(parts)
+
+    def _crc_of(self, start: int, stop: int) -> int:
+        crc = 0
+        for at in range(start, stop, CHUNK):
+            crc = zlib.crc32(read_bytes(self._source.data, at, min(CHUNK, stop - at)), crc)
+        return crc
+
+
+def damage(name: str, source: TensorSource, crc: int) -> str | None:
+    """Return a line if a tensor's CRC-32 is not the one its file states, else None."""
+    expected = whole_of(source.checksum or "", source.spec.nbytes)
+    if crc == expected:
+        return None
+    was = "that of another tensor" if expected is None else written(expected)
+    return (
+        f"{name} is damaged: its checksum is {written(crc)}, but was {was} when it was saved. Take "
+        f"this file from another copy."
+    )
+
+
+class VerifiedBytes:
+    """A byte source of one tensor that raises if what it reads is damaged.
+
+    A read is verified in blocks; the rest of its first and its last block is read with it. Without
+    checksums of blocks (files of versions before 4), only a read of the whole tensor is verified.
+
+    Args:
+        name: of the tensor, with its file, for messages.
+        source: of a tensor with a checksum.
+        recent: the blocks that were read in part last, shared by all tensors of a step.
+    """
+
+    def __init__(self, name: str, source: TensorSource, recent: RecentBlocks) -> None:
+        self.nbytes = source.spec.nbytes
+        self._name, self._data, self._recent = name, source.data, recent
+        first = next(pieces(source.data, 0, self.nbytes))
+        self.place, self.at = first.place, first.at
+        self._crcs = crcs_in(source.checksum or "")
+        self._block = self.nbytes if len(self._crcs) == 1 else BLOCK
+        if len(self._crcs) not in (1, -(-self.nbytes // BLOCK)):
+            raise CheckpointError(
+                f"{name}: has {len(self._crcs)} checksums for {self.nbytes:,} bytes; expected one "
+                f"for each block of {BLOCK:,}"
+            )
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        stop = start + len(buffer)
+        if start == stop or (self._block > BLOCK and len(buffer) < self.nbytes):
+            self._data.read_into(start, buffer)
+            return
+        first, last = -(-start // self._block), self._end(stop)
+        if first < last:  # whole blocks, in one read
+            low, high = first * self._block, min(last * self._block, self.nbytes)
+            self._data.read_into(low, buffer[low - start : high - start])
+            self._verify(first, buffer[low - start : high - start])
+        for index in {start // self._block, (stop - 1) // self._block} - set(range(first, last)):
+            at = index * self._block
+            low, high = max(start, at), min(stop, at + self._block)
+            buffer[low - start : high - start] = self._read(index)[low - at : high - at]
+
+    def _end(self, stop: int) -> int:
+        """Return the number of the first block that does not end at or before ``stop``."""
+        return -(-stop // self._block) if stop == self.nbytes else stop // self._block
+
+    def _read(self, index: int) -> memoryview:
+        """Return a block that is needed in part; the next read often needs the rest of it."""
+        return self._recent.get((self._name, index), lambda: self._read_anew(index))
+
+    def _read_anew(self, index: int) -> bytes:
+        at = index * self._block
+        block = read_bytes(self._data, at, min(self._block, self.nbytes - at))
+        self._verify(index, memoryview(block))
+        return block
+
+    def _verify(self, first: int, data: memoryview) -> None:
+        for index, at in enumerate(range(0, len(data), self._block), first):
+            crc = zlib.crc32(data[at : at + self._block])
+            if crc != self._crcs[index]:
+                low = index * self._block
+                raise CheckpointError(
+                    f"{self._name} is damaged: its checksum is {written(crc)}, but was "
+                    f"{written(self._crcs[index])} when it was saved (bytes {low:,} to "
+                    f"{min(low + self._block, self.nbytes):,}). Load an earlier step, or a copy of "
+                    f"this one"
+                )
+
+
+class VerifiedTensors(Mapping[str, Any]):
+    """The same tensors; reading what is damaged raises ``CheckpointError``.
+
+    Args:
+        name: of their file, for messages.
+        tensors: by name; other values stay as they are.
+        recent: as for ``VerifiedBytes``.
+    """
+
+    def __init__(self, name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> None:
+        self._name, self._tensors, self._recent = name, tensors, recent
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._tensors[key]
+        if not isinstance(value, TensorSource) or value.checksum is None or not value.spec.nbytes:
+            return value
+        return replace(value, data=VerifiedBytes(f"{self._name}: {key}", value, self._recent))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def verifying(
+    name: str, tensors: Mapping[str, TensorSource]
+) -> tuple[dict[str, TensorSource], list[ChecksumVerifier]]:
+    """Return the same tensors, reading through verifiers where they have a checksum.
+
+    Args:
+        name: of their file, for messages.
+        tensors: by name.
+    """
+    verifiers, same = [], {}
+    for key, tensor in tensors.items():
+        if tensor.checksum is not None and tensor.spec.nbytes:
+            verifier = ChecksumVerifier(f"{name}: {key}", tensor)
+            verifiers.append(verifier)
+            tensor = replace(tensor, data=verifier)
+        same[key] = tensor
+    return same, verifiers
+
+
+def find_damage(verifiers: Iterable[Verifier], *, unread: bool = False) -> list[str]:
+    """Return one line for every damaged tensor.
+
+    Args:
+        verifiers: from ``verifying``.
+        unread: whether to check tensors too of which nothing was read.
+    """
+    return list(dict.fromkeys(p for each in verifiers for p in each.problems(unread=unread)))

@@ -1,0 +1,507 @@
+"""Files at a URL that fsspec knows: faults are retried, requests are few, large and parallel.
+
+Invariants: whatever may pass (5xx and 429 answers, cut connections, short answers, timeouts) is
+tried again, at most ``Patience.attempts`` times; every error names its file. What is in memory of a
+read or a write is bounded by ``RECENT``, or ``TOGETHER`` times ``PART``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import secrets
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from threading import Semaphore
+from typing import Any
+
+from xla_fsdp.checkpoint.errors import CheckpointError, T, failing
+from xla_fsdp.checkpoint.files.tensor_source import (
+    SMALL,
+    Buffer,
+    ByteSource,
+    RecentBlocks,
+    check_size,
+)
+
+# A put is seen in whole or not at all, and there are no folders to make.
+OBJECT_STORES = frozenset({"gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oss", "oci", "r2"})
+
+PART = 1 << 25  # bytes of a request that writes, and of the longest that reads
+TOGETHER = 8  # parts of a file that are on their way at a time
+COMPOSED = 32  # parts that Google Cloud Storage puts together in one request
+READ = 1 << 23  # bytes of a request that reads many small neighbours at once
+SMALLEST_READ = 1 << 18
+RECENT = 32 * READ  # bytes of such requests that are kept for the next neighbour
+
+# Object stores' clients look for an object's version at the end, fsspec elsewhere for patterns.
+_VERSION = re.compile(r"(#|\?\w+=)[^/]*$")
+_PATTERN = re.compile(r"([*?\[])")
+
+_PASSING = {
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.EIO,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.EHOSTUNREACH,
+    errno.ENETRESET,
+    errno.EREMOTEIO,
+}
+_CLIENTS = {"aiohttp", "azure", "botocore", "gcsfs", "google", "urllib3"}  # that raise their own
+_FINAL = (
+    CheckpointError,
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often a request that fails is repeated, with pauses that double.
+
+    Args:
+        attempts: in all.
+        first: seconds of the first pause.
+        longest: seconds of the longest pause.
+    """
+
+    attempts: int = 6
+    first: float = 0.25
+    longest: float = 30.0
+
+    def pauses(self) -> Iterator[float]:
+        """Yield the seconds to wait after each failure that is not the last."""
+        for attempt in range(self.attempts - 1):
+            # By chance, so that the ranks of a job do not come back all at once.
+            yield min(self.first * 2**attempt, self.longest) * random.uniform(0.5, 1)
+
+    def repeat(self, request: Callable[[], T]) -> T:
+        """Return the result of ``request``, repeated while its error is one that may pass."""
+        for pause in self.pauses():
+            try:
+                return request()
+            except Exception as error:  # each file system has classes of its own
+                if not may_pass(error):
+                    raise
+            time.sleep(pause)
+        return request()
+
+
+class ShortAnswerError(OSError):
+    """A store answered with fewer bytes than were asked for."""
+
+
+def may_pass(error: Exception) -> bool:
+    """Return whether a request that failed with ``error`` may succeed when it is repeated."""
+    if isinstance(error, _FINAL):
+        return False
+    code = getattr(error, "code", None) or getattr(error, "status", None)
+    if isinstance(code, int | str) and str(code).isdigit():
+        return int(code) >= 500 or int(code) in (408, 425, 429)
+    if isinstance(error, ConnectionError | TimeoutError | ShortAnswerError):
+        return True
+    if isinstance(error, OSError):
+        # gcsfs's own OSError for the status 403 has no number.
+        unknown = error.errno is None and not str(error).startswith("Forbidden")
+        return unknown or error.errno in _PASSING
+    return type(error).__module__.partition(".")[0] in _CLIENTS
+
+
+class RemoteStorage:
+    """A directory at a URL; fsspec's own configuration has the options of the file system.
+
+    Args:
+        where: the URL.
+        patience: with requests that fail.
+        files_at_once: number of files of which small parts are read in turns.
+    """
+
+    per_host = False
+
+    def __init__(
+        self, where: str, patience: Patience | None = None, files_at_once: int = 1
+    ) -> None:
+        import fsspec
+
+        self.where = where
+        self._patience = patience or Patience()
+        self._recent = RecentBlocks(RECENT)
+        self._slots = Semaphore(2 * TOGETHER)
+        self._block = max(SMALLEST_READ, min(READ, RECENT // (2 * files_at_once)))
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(where)
+        except (ValueError, ImportError) as error:
+            raise CheckpointError(f"{where}: {error}") from error
+        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else self._fs.protocol
+        self._has_objects = not OBJECT_STORES.isdisjoint(protocols)
+        self._refuse_misread_names()
+        if self._has_objects:
+            # gcsfs gives a body of any size to aiohttp as bytes, of which that warns above 1 MB,
+            # because writing it keeps its event loop busy; nothing else runs on that loop.
+            warnings.filterwarnings("ignore", "Sending a large body directly", ResourceWarning)
+
+    def names(self, folder: str = "") -> list[str]:
+        names = (each["name"].rstrip("/").rpartition("/")[2] for each in self._list(folder))
+        return sorted(name for name in names if name and not name.startswith("."))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        listed = (each for each in self._list(folder) if each["type"] == "file")
+        return {each["name"].rpartition("/")[2]: each["size"] for each in listed}
+
+    def tree(self) -> dict[str, dict[str, int]]:
+        found = self._ask("", "cannot be listed", lambda: self._find(), missing={})
+        folders: dict[str, dict[str, int]] = {}
+        for path, each in found.items():
+            folder, slash, name = path.removeprefix(f"{self._root}/").partition("/")
+            if slash and each["type"] == "file":
+                folders.setdefault(folder, {})[name] = each["size"]
+        return folders
+
+    def read(self, name: str) -> bytes:
+        return self._ask(name, "cannot be read", lambda: self._small(name))
+
+    def find(self, name: str) -> bytes | None:
+        return self._ask(name, "cannot be read", lambda: self._small(name), missing=None)
+
+    def source(self, name: str, nbytes: int | None = None) -> ByteSource:
+        path = self._path(name)
+        if nbytes is None:
+            nbytes = self._ask(name, "cannot be read", lambda: self._size(path))
+        ask = partial(self._range, name)
+        return RemoteFile(ask, nbytes, path, self._block, self._recent, self._slots)
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        path = self._path(name)
+        with failing(self._url(name), errors=Exception):
+            if self._has_objects and hasattr(self._fs, "merge"):
+                self._write_parts(path, chunks)
+                return
+            self._make_folder(path)
+            try:
+                if isinstance(chunks, Sequence):
+                    self._patience.repeat(lambda: self._write(path, chunks))
+                else:
+                    self._write(path, chunks)
+            except BaseException:
+                with suppress(Exception):  # there may be a partial file
+                    self._fs.rm_file(path)
+                raise
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        folder, _, base = path.rpartition("/")
+        if self._has_objects:
+            self._ask(name, "could not be written", lambda: self._fs.pipe_file(path, data))
+            return
+        temporary = f"{folder}/.{base}.{secrets.token_hex(4)}.tmp"
+
+        def move() -> None:  # atomic in most file systems
+            self._fs.pipe_file(temporary, data)
+            self._fs.mv(temporary, path)
+
+        with failing(self._url(name), errors=Exception):
+            self._make_folder(path)
+            try:
+                self._patience.repeat(move)
+            except BaseException:
+                with suppress(Exception):  # it may not be there; the first error is the one to tell
+                    self._fs.rm_file(temporary)
+                raise
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self._path(name)
+        self._make_folder(path)
+        try:
+            with failing(self._url(name), errors=Exception):
+                self._patience.repeat(lambda: self._create(path, data))
+        except _ExistsError:
+            # It is this caller's if the answer to its own request was lost.
+            return self.find(name) == data
+        return True
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+
+        def remove() -> None:
+            if not self._is_link(path.rpartition("/")[0]):
+                self._fs.rm_file(path)
+
+        self._ask(name, "could not be removed", remove, missing=None)
+
+    def delete_folder(self, folder: str) -> None:
+        path = self._path(folder)
+
+        def remove() -> None:
+            if self._is_link(path):
+                self._fs.rm_file(path)
+            else:
+                self._fs.rm(path, recursive=True)
+
+        self._ask(folder, "could not be removed", remove, missing=None)
+
+    def _is_link(self, path: str) -> bool:
+        """Return whether a folder below this one is a link, as in file systems other than object
+        stores: what is in there may be somebody else's."""
+        if self._has_objects or path == self._root:
+            return False
+        found = self._fs.info(path)
+        return found["type"] == "link" or bool(found.get("islink"))
+
+    def sweep(self, folder: str) -> None:
+        """Nothing: a store has no locks. ``delete_folder`` deletes what is hidden, too."""
+
+    def settled(self, check: Callable[[], list[str]]) -> list[str]:
+        for pause in self._patience.pauses():
+            problems = check()
+            if not problems:
+                return []
+            if pause > 4:
+                return problems
+            time.sleep(pause)
+        return check()
+
+    # ------------------------------------------------------------ requests
+
+    def _ask(self, name: str, what: str, request: Callable[[], Any], **missing: Any) -> Any:
+        """Return what a request returns, or ``missing`` if there is no such file."""
+        with failing(self._url(name), what, Exception):
+            try:
+                return self._patience.repeat(request)
+            except FileNotFoundError:
+                if not missing:
+                    raise
+        return missing["missing"]
+
+    def _list(self, folder: str) -> list[dict[str, Any]]:
+        path = self._path(folder)
+
+        def ask() -> list[dict[str, Any]]:
+            self._fs.invalidate_cache()  # other machines write here too
+            return self._fs.ls(path, detail=True)
+
+        listed = self._ask(folder, "cannot be listed", ask, missing=[])
+        return [each for each in listed if each["name"].strip("/") != path.strip("/")]
+
+    def _find(self) -> dict[str, dict[str, Any]]:
+        self._fs.invalidate_cache()
+        return self._fs.find(self._root, maxdepth=2, detail=True)
+
+    def _small(self, name: str) -> Any:
+        path = self._path(name)
+        self._fs.invalidate_cache()
+        found = self._fs.info(path)
+        if found["type"] not in ("file", "link"):  # opening a pipe would wait for a writer
+            raise CheckpointError(f"{self._url(name)}: cannot be read: it is no regular file")
+        check_size(self._url(name), found["size"] or 0, SMALL)
+        return self._fs.cat_file(path)
+
+    def _size(self, path: str) -> int:
+        self._fs.invalidate_cache()
+        return self._fs.size(path)
+
+    def _range(self, name: str, start: int, stop: int) -> bytes:
+        path = self._path(name)
+
+        def ask() -> bytes:
+            data = self._fs.cat_file(path, start=start, end=stop)
+            if len(data) != stop - start:
+                raise ShortAnswerError(f"ends at byte {start + len(data)}: truncated")
+            return data
+
+        return self._ask(name, "cannot be read", ask)
+
+    def _create(self, path: str, data: bytes) -> None:
+        try:
+            self._fs.pipe_file(path, data, mode="create")
+        except FileExistsError as error:
+            raise _ExistsError([]) from error
+
+    def _make_folder(self, path: str) -> None:
+        if not self._has_objects:
+            with failing(path, errors=Exception):
+                folder = path.rpartition("/")[0]
+                self._patience.repeat(lambda: self._fs.makedirs(folder, exist_ok=True))
+
+    # ------------------------------------------------------------ writing
+
+    def _write(self, path: str, chunks: Iterable[Buffer]) -> None:
+        file = self._fs.open(path, "wb")
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+        except BaseException:
+            # Closing would complete the upload of what is there, and so would the destructor.
+            with suppress(Exception):
+                file.discard()
+            with suppress(Exception):  # not every file system's files have it to set
+                file.closed = True
+            raise
+        file.close()
+
+    def _write_parts(self, path: str, chunks: Iterable[Buffer]) -> None:
+        """Write parts at the same time, as objects of their own, and let the store join them."""
+        folder, _, base = path.rpartition("/")
+        hidden = f"{folder}/.{base}.{secrets.token_hex(4)}"
+        written: list[str] = []
+        try:
+            with ThreadPoolExecutor(TOGETHER) as pool:
+                self._write_all(pool, hidden, _parts(chunks), path, written)
+            self._join(path, hidden, written)
+        finally:
+            for part in written:
+                with suppress(Exception):  # a part that stays does no harm
+                    self._patience.repeat(partial(self._fs.rm_file, part))
+
+    def _write_all(
+        self,
+        pool: ThreadPoolExecutor,
+        hidden: str,
+        parts: Iterator[bytes],
+        path: str,
+        written: list[str],
+    ) -> None:
+        first, second = next(parts, b""), next(parts, None)
+        if second is None:
+            self._patience.repeat(lambda: self._fs.pipe_file(path, first))
+            return
+        running: deque[Future[None]] = deque()
+        for number, part in enumerate(_chained(first, second, parts)):
+            written.append(f"{hidden}.{number:05d}")
+            if len(running) == TOGETHER:
+                running.popleft().result()
+            running.append(pool.submit(self._write_part, written[-1], part))
+            del part  # or it would be in memory until the next one is complete
+        for each in running:
+            each.result()
+
+    def _write_part(self, path: str, data: bytes) -> None:
+        self._patience.repeat(lambda: self._fs.pipe_file(path, data))
+
+    def _join(self, path: str, hidden: str, written: list[str]) -> None:
+        """Join the parts, ``COMPOSED`` at a time."""
+        joined = list(written)
+        for level in count():
+            groups = [joined[at : at + COMPOSED] for at in range(0, len(joined), COMPOSED)]
+            if not groups:
+                return
+            last = len(groups) == 1
+            joined = [path] if last else [f"{hidden}-{level}.{n:05d}" for n in range(len(groups))]
+            written += [] if last else joined
+            for target, group in zip(joined, groups, strict=True):
+                self._patience.repeat(partial(self._fs.merge, target, group))
+            if last:
+                return
+
+    def _refuse_misread_names(self) -> None:
+        # What is written there is not found again, or something else is.
+        misread = _VERSION if self._has_objects else _PATTERN
+        if found := misread.search(self._root):
+            raise CheckpointError(
+                f"{self.where}: {type(self._fs).__name__} does not take {found[1]!r} there as part "
+                f"of a name; choose a name without"
+            )
+        if self._has_objects and not self._root.strip("/"):
+            raise CheckpointError(f"{self.where}: names no bucket, or nothing in it")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _url(self, name: str) -> str:
+        return os.path.join(self.where, name) if name else self.where
+
+
+class _ExistsError(CheckpointError):
+    """There is a file of this name already."""
+
+
+def _parts(chunks: Iterable[Buffer]) -> Iterator[bytes]:
+    """Yield the bytes of all chunks, ``PART`` at a time."""
+    part = bytearray()
+    for chunk in chunks:
+        rest = memoryview(chunk)
+        while rest:
+            taken = rest[: PART - len(part)]
+            part += taken
+            rest = rest[len(taken) :]
+            if len(part) == PART:
+                yield bytes(part)
+                part = bytearray()
+    if part:
+        yield bytes(part)
+
+
+def _chained(first: bytes, second: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield second
+    yield from rest
+
+
+class RemoteFile:
+    """The bytes of a remote file. Neighbours that are read one after the other come in one request.
+
+    Args:
+        ask: returns the bytes of a range.
+        nbytes: of the file.
+        path: of the file; the files of one storage have different ones.
+        block: bytes of a request for small neighbours.
+        recent: blocks of all files, which were read last.
+        slots: for long reads of all files.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[int, int], bytes],
+        nbytes: int,
+        path: str,
+        block: int,
+        recent: RecentBlocks,
+        slots: Semaphore,
+    ) -> None:
+        self.nbytes, self.place = nbytes, path
+        self._ask, self._block, self._recent, self._slots = ask, block, recent, slots
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        stop = start + len(buffer)
+        if len(buffer) > self._block // 2:
+            self._read_parts(start, buffer)
+            return
+        for index in range(start // self._block, -(-stop // self._block)):
+            low = index * self._block
+            high = min(low + self._block, max(self.nbytes, stop))
+            block = self._recent.get((self.place, index), partial(self._ask, low, high))
+            begin, end = max(start, low), min(stop, high)
+            buffer[begin - start : end - start] = block[begin - low : end - low]
+
+    def _read_parts(self, start: int, buffer: memoryview) -> None:
+        """Read a long range by requests of ``PART`` bytes at the same time."""
+
+        def read(at: int) -> None:
+            with self._slots:
+                part = buffer[at : at + PART]
+                part[:] = self._ask(start + at, start + at + len(part))
+
+        starts = range(0, len(buffer), PART)
+        if len(starts) == 1:
+            read(0)
+            return
+        with ThreadPoolExecutor(min(TOGETHER, len(starts))) as pool:
+            for _ in pool.map(read, starts):
+                pass

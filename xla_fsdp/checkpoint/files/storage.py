@@ -1,0 +1,533 @@
+"""Read, write and list files below a directory, local or remote; write files atomically.
+
+Invariants: a local file gets its name only when it is complete and on disk. A remote file may be
+incomplete unless it is announced, or was written by ``put``; what an exception interrupts is not
+uploaded.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Protocol
+from weakref import finalize
+
+from xla_fsdp.checkpoint.errors import CheckpointError, failing, failure
+from xla_fsdp.checkpoint.files.tensor_source import (
+    LOCAL,
+    Buffer,
+    ByteSource,
+    LocalFile,
+    full_path,
+    read_bytes,
+    read_small_file,
+)
+
+UPLOADED = 1 << 25  # bytes of an upload that are in memory at a time
+
+SPECIAL = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+ABSENT = (FileNotFoundError, NotADirectoryError)  # there is no such folder
+EXISTS = "exists already; remove it, choose another save_path, or overwrite it (--overwrite)"
+
+
+class Storage(Protocol):
+    """Files below one directory. Names are relative to it, with slashes.
+
+    Every method raises ``CheckpointError``, with the path and the reason, if it fails.
+    """
+
+    where: str
+    """The directory, as the user named it."""
+    per_host: bool
+    """Whether other hosts may have another directory of this name."""
+
+    def names(self, folder: str = "") -> list[str]:
+        """Return the names of files and folders in a folder, sorted, without hidden ones; [] if
+        there is no such folder."""
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the size of every file in a folder by its name; {} if there is no such folder."""
+
+    def tree(self) -> dict[str, dict[str, int]]:
+        """Return the sizes of the files in every folder, by its name; asks the store once."""
+
+    def read(self, name: str) -> bytes:
+        """Read a small file, of at most ``SMALL`` bytes."""
+
+    def find(self, name: str) -> bytes | None:
+        """Read a small file; None if it does not exist."""
+
+    def source(self, name: str, nbytes: int | None = None) -> ByteSource:
+        """Return a source that reads ranges of a file.
+
+        Args:
+            name: of the file.
+            nbytes: its size, from ``sizes``; None to ask for it.
+        """
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        """Write a file, and create the folders that it needs."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, which nobody ever sees in part."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file if there is none of this name; return whether this caller did.
+
+        Of several callers one succeeds; on a remote file system, if that has such a request.
+        """
+
+    def delete(self, name: str) -> None:
+        """Delete a file, durably, if it exists; nothing if its folder is a link, or mounted."""
+
+    def delete_folder(self, folder: str) -> None:
+        """Delete a folder and its content, if it exists; of a link, only the link. A folder with a
+        mount is left, and an error."""
+
+    def sweep(self, folder: str) -> None:
+        """Delete what killed processes have left in a folder under hidden names, if it can be told
+        that they do not live any more."""
+
+    def settled(self, check: Callable[[], list[str]]) -> list[str]:
+        """Return the problems that ``check`` finds in a listing.
+
+        A remote store may list a new file late, so it is asked again for some seconds.
+        """
+
+
+def open_storage(directory: str | os.PathLike[str], files_at_once: int = 1) -> Storage:
+    """Return the storage at a path, or at a URL for fsspec (``gs://bucket/run``).
+
+    Args:
+        directory: the path or URL.
+        files_at_once: number of files of which small parts are read in turns.
+
+    Raises:
+        CheckpointError: if fsspec does not know the URL's scheme, or lacks a package for it; if the
+            store takes characters of the URL for something else.
+    """
+    where = full_path(directory)
+    if not is_url(where):
+        return LocalStorage(where)
+    from xla_fsdp.checkpoint.files.remote_storage import RemoteStorage  # which needs fsspec
+
+    # To an object store, "run//job.json" is another object than "run/job.json".
+    scheme, mark, rest = where.partition("://")
+    return RemoteStorage(f"{scheme}{mark}{rest.rstrip('/')}", files_at_once=files_at_once)
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is that of a remote file."""
+    return "://" in path and not path.startswith(LOCAL)
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Return the folder of a path or URL, and the name in it: of ``memory://x`` those are
+    ``memory://`` and ``x``."""
+    if not is_url(path):
+        return os.path.split(path)
+    scheme, _, rest = path.partition("://")
+    folder, _, name = rest.rpartition("/")
+    return f"{scheme}://{folder}", name
+
+
+class LocalStorage:
+    """A local directory, which may be on a network file system."""
+
+    per_host = True
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._root = Path(where)
+
+    def names(self, folder: str = "") -> list[str]:
+        found: list[str] = []
+        path = self._root / folder
+        # A run that is a file is a mistake; files in it that are named like its folders are none.
+        missing = suppress(*ABSENT) if folder else suppress(FileNotFoundError)
+        with failing(path, "cannot be listed"), missing:
+            found = os.listdir(path)
+        return sorted(name for name in found if not name.startswith("."))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        path = self._root / folder
+        with failing(path, "cannot be listed"), suppress(*ABSENT), os.scandir(path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # a temporary file, renamed meanwhile
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
+
+    def tree(self) -> dict[str, dict[str, int]]:
+        return {name: self.sizes(name) for name in self.names() if (self._root / name).is_dir()}
+
+    def read(self, name: str) -> bytes:
+        return read_small_file(self._root / name)
+
+    def find(self, name: str) -> bytes | None:
+        try:
+            return read_small_file(self._root / name)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+
+    def source(self, name: str, nbytes: int | None = None) -> ByteSource:
+        return LocalFile(str(self._root / name))
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        path = str(self._root / name)
+        with AtomicFiles(overwrite=True) as files:
+            temporary = files.add(path)
+            with failing(path), open(temporary, "wb", buffering=0) as file:
+                for chunk in chunks:
+                    _write(file, chunk)
+            files.commit()
+
+    def put(self, name: str, data: bytes) -> None:
+        self.write(name, [data])
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self._root / name
+        try:
+            make_folder(path.parent)
+            file = open(path, "xb", buffering=0)  # noqa: SIM115
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise failure(path, "could not be written", error) from error
+        try:
+            with failing(path), file:
+                _write(file, data)
+        except CheckpointError:
+            _remove(str(path))
+            with suppress(OSError):  # other ranks may have put files there
+                path.parent.rmdir()
+            raise
+        return True
+
+    def delete(self, name: str) -> None:
+        path = self._root / name
+        if self._is_elsewhere(path.parent):
+            return
+        with failing(path, "could not be removed"), suppress(FileNotFoundError):
+            os.unlink(path)
+            _sync_folder(path.parent)
+
+    def delete_folder(self, folder: str) -> None:
+        path = self._root / folder
+        if path.is_symlink():
+            self.delete(folder)
+            return
+        if self._is_elsewhere(path.parent):
+            return
+        inside = (os.path.join(above, each) for above, names, _ in os.walk(path) for each in names)
+        if mounted := [each for each in (str(path), *inside) if os.path.ismount(each)]:
+            raise CheckpointError(
+                f"{path}: could not be removed: what is mounted at {mounted[0]} is not this run's"
+            )
+        with failing(path, "could not be removed"), suppress(FileNotFoundError):
+            shutil.rmtree(path)
+
+    def sweep(self, folder: str) -> None:
+        path = self._root / folder
+        if not self._is_elsewhere(path):
+            remove_abandoned(str(path))
+
+    def _is_elsewhere(self, folder: Path) -> bool:
+        """Return whether a folder below this directory is reached through a link or a mount, so
+        that what is in there may be somebody else's."""
+        while folder != self._root:
+            if folder.is_symlink() or os.path.ismount(folder):
+                return True
+            folder = folder.parent
+        return False
+
+    def settled(self, check: Callable[[], list[str]]) -> list[str]:
+        return check()
+
+
+# ---------------------------------------------------------------- atomic writing
+
+
+class AtomicFiles:
+    """A context that writes files or directories under temporary names, until ``commit`` renames.
+
+    Without ``commit``, its end deletes the temporary files and the directories created for them. A
+    link at a final name is replaced, not followed.
+
+    Args:
+        overwrite: whether existing files may be replaced.
+        verify: whether to read files again that were uploaded, and compare.
+    """
+
+    def __init__(self, *, overwrite: bool, verify: bool = False) -> None:
+        self._overwrite, self._verify = overwrite, verify
+        self._temporary: dict[str, str] = {}  # by final path, in the order of the commit
+        self._folders: list[Path] = []
+        self._staging: Staging | None = None
+        self._token = f"{secrets.token_hex(4)}.xla_fsdp"
+        self._lock: int | None = None
+
+    def add(self, path: str, *, directory: bool = False) -> str:
+        """Return the path of a new and empty temporary file for ``path``, or of a directory; create
+        the directory that it is in.
+
+        The temporary name is in the same directory, and hidden, so that no pattern matches it; for
+        a URL it is in a temporary directory on this machine, from which ``commit`` uploads it.
+        """
+        folder, name = os.path.split(path)
+        if is_url(path):
+            self._staging = self._staging or Staging()
+            within = f"{len(self._temporary)}-{name}"
+            self._temporary[path] = os.path.join(self._staging.path, within)
+            return self._temporary[path]
+        with failing(folder):
+            self._folders += make_folder(Path(folder))
+        temporary = os.path.join(folder, f".{name}.{self._token}.tmp")
+        self._temporary[path] = temporary
+        with failing(path):
+            self._lock = _locked(temporary, folder=directory, before=self._lock)
+        return temporary
+
+    def commit(self) -> None:
+        """Sync all files and give them their final names, in the order in which they were added.
+
+        Raises:
+            CheckpointError: if a file exists and must not be replaced, or cannot be renamed.
+        """
+        taken = [path for path in self._temporary if exists(path)]
+        if taken and not self._overwrite:
+            raise CheckpointError([f"{path}: {EXISTS}" for path in taken])
+        for path, temporary in self._temporary.items():
+            if not is_url(path):
+                with failing(path):
+                    sync(temporary)
+        for path, temporary in list(self._temporary.items()):
+            if is_url(path):
+                upload(temporary, path, verify=self._verify)
+                _remove(temporary)
+            else:
+                with failing(path):
+                    _replace(temporary, path)
+                _sync_folder(Path(path).parent)
+            del self._temporary[path]
+        self._folders.clear()
+
+    def __enter__(self) -> AtomicFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for temporary in self._temporary.values():
+            _remove(temporary)
+        if self._staging is not None:
+            self._staging.remove()
+        if self._lock is not None:
+            os.close(self._lock)
+        for folder in reversed(self._folders):
+            with suppress(OSError):  # another process may have put files there
+                folder.rmdir()
+
+
+class Staging:
+    """A folder on this machine for copies of remote files, which goes with this object; those of
+    processes that were killed go when the next one is made.
+
+    Args:
+        path: of the folder.
+        remove: deletes it.
+    """
+
+    def __init__(self) -> None:
+        above = tempfile.gettempdir()
+        remove_abandoned(above)
+        self.path = os.path.join(above, f".staging.{secrets.token_hex(4)}.xla_fsdp.tmp")
+        with failing(self.path):
+            lock = _locked(self.path, folder=True, before=None)
+            os.chmod(self.path, 0o700)
+        self.remove = finalize(self, _release, self.path, lock)
+
+
+def _release(folder: str, lock: int | None) -> None:
+    _remove(folder)
+    if lock is not None:
+        os.close(lock)
+
+
+_TEMPORARY = re.compile(r"\..*\.([0-9a-f]{8})\.xla_fsdp\.tmp(?:\.old|(\.new))?")
+_UNLOCKED = 60.0  # seconds after which a file that is not locked yet never will be
+
+
+def remove_abandoned(folder: str) -> None:
+    """Delete the temporary files in a folder whose process has ended without doing so.
+
+    The last file that a living ``AtomicFiles`` made is locked, which no kill can leave behind.
+    Where the file system has no locks, nothing is deleted.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            match, path = _TEMPORARY.fullmatch(name), os.path.join(folder, name)
+            if match and (not match[2] or time.time() - os.lstat(path).st_mtime > _UNLOCKED):
+                found[match[1]].append(path)
+    for paths in found.values():
+        if not any(map(_is_locked, paths)):
+            for path in paths:
+                _remove(path)
+
+
+def _locked(path: str, *, folder: bool, before: int | None) -> int | None:
+    """Make an empty file or folder that is locked from the beginning; release the lock before.
+
+    Returns:
+        The descriptor that holds the lock; None if the file system has none.
+    """
+    new = f"{path}.new"
+    if folder:
+        os.mkdir(new)
+    flags = os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
+    descriptor = os.open(new, flags, 0o666)
+    held: int | None = descriptor
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        held = None
+    os.rename(new, path)
+    if before is not None:
+        os.close(before)
+    return held
+
+
+def _is_locked(path: str) -> bool:
+    """Return whether a process has locked a file, or whether that cannot be known."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def exists(path: str) -> bool:
+    """Return whether there is something at a path or URL."""
+    if not is_url(path):
+        return os.path.lexists(path)
+    folder, name = split_path(path.rstrip("/"))
+    return name in open_storage(folder).names()
+
+
+def find_special(path: str) -> list[str]:
+    """Return a line if there is something at a local path that is neither file nor directory: it is
+    never replaced."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return []
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return []
+    what = SPECIAL.get(stat.S_IFMT(mode), "a device")
+    if stat.S_ISLNK(mode):
+        what = f"a symbolic link to {os.readlink(path)}"
+    return [f"{path}: is {what}, which is never replaced; choose another save_path"]
+
+
+def upload(path: str, url: str, *, verify: bool) -> None:
+    """Write a local file, or all files of a directory, to a URL.
+
+    Raises:
+        CheckpointError: if that fails, or what is there afterwards is not what was written.
+    """
+    if os.path.isdir(path):
+        # The description of a directory of torch.distributed.checkpoint, .metadata, is the last.
+        for name in sorted(os.listdir(path), key=lambda name: (name.startswith("."), name)):
+            upload(os.path.join(path, name), f"{url.rstrip('/')}/{name}", verify=verify)
+        return
+    folder, name = split_path(url)
+    storage, file = open_storage(folder), LocalFile(path)
+    chunks = [(at, min(UPLOADED, file.nbytes - at)) for at in range(0, file.nbytes, UPLOADED)]
+    storage.write(name, (read_bytes(file, *chunk) for chunk in chunks))
+    there = storage.source(name)
+    if there.nbytes != file.nbytes:
+        raise CheckpointError(f"{url}: has {there.nbytes} bytes, but {file.nbytes} were written")
+    for chunk in chunks if verify else ():
+        if read_bytes(there, *chunk) != read_bytes(file, *chunk):
+            raise CheckpointError(f"{url}: bytes from {chunk[0]} on are not what was written there")
+
+
+def fetch(url: str, folder: str) -> str:
+    """Copy a file at a URL into a local folder; return its path."""
+    above, name = split_path(url)
+    source, path = open_storage(above).source(name), os.path.join(folder, name)
+    with failing(path), open(path, "wb") as file:
+        for at in range(0, source.nbytes, UPLOADED):
+            file.write(read_bytes(source, at, min(UPLOADED, source.nbytes - at)))
+    return path
+
+
+def _write(file: BinaryIO | io.FileIO, data: Buffer) -> None:
+    """Write all of ``data``: a disk that is about to be full takes a part, and then fails."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def make_folder(path: Path) -> list[Path]:
+    """Create a folder and its missing parents, durably; return those created, outermost first."""
+    if path.is_dir():
+        return []
+    made = make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    _sync_folder(path.parent)
+    return [*made, path]
+
+
+def sync(path: str | Path) -> None:
+    """Flush a file to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make created, renamed and deleted names durable, if the file system can."""
+    with suppress(OSError):
+        sync(path)
+
+
+def _replace(temporary: str, path: str) -> None:
+    if not (os.path.isdir(path) and os.path.isdir(temporary)):
+        os.replace(temporary, path)
+        return
+    # No system call replaces a directory that is not empty.
+    old = f"{temporary}.old"
+    os.rename(path, old)
+    os.rename(temporary, path)
+    _remove(old)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,630 @@
+"""Read and write files of ``torch.save`` without loading their tensors.
+
+Such a file is a zip archive of *records*: one is a pickle of the content, which refers for each
+tensor to another record with its bytes. A file from before torch 1.6 is a row of pickles and then
+the bytes of its tensors.
+
+Invariants: no code from a file is run, and nothing is allocated because a file says so; a tensor
+must fit the record that it refers to. A record's CRC-32 becomes its tensor's checksum.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import struct
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION, skip_data
+
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    checked_shape,
+    dtype_named,
+    prefixed,
+    shown,
+    typed,
+)
+from xla_fsdp.checkpoint.files.checksum import whole, written
+from xla_fsdp.checkpoint.files.pickle_values import Global, Object, convert_plain, read_pickle
+from xla_fsdp.checkpoint.files.tensor_source import (
+    ByteSource,
+    LocalFile,
+    Part,
+    TensorBytes,
+    TensorSource,
+    TensorSpec,
+    Zeros,
+    bytes_of,
+    read_bytes,
+)
+
+ZIP_MAGIC = b"PK\x03\x04"
+_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field
+_DESCRIPTOR_MAGIC = b"PK\x07\x08"
+_CENTRAL_MAGIC = b"PK\x01\x02"
+
+UNREADABLE = "truncated, or not a file written by torch.save or xm.save"
+ADVICE = ". Save only tensors, numbers, strings, lists and dicts (vars(args) in place of args)."
+MAX_WRAPPED = 8  # of a parameter in a subclass in ...
+
+_STORAGE = re.compile(r"torch\.(?:\w+\.)*(\w*Storage)")
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+    "UntypedStorage": torch.uint8,
+}
+
+# The functions that make dense tensors: storage, offset, shape, strides, and further arguments, of
+# which the one at this place (a dict) says whether values are conjugated or negated.
+_DENSE = {
+    "torch._utils._rebuild_tensor": 0,
+    "torch._utils._rebuild_tensor_v2": 2,
+    "torch._utils._rebuild_tensor_v3": 3,
+}
+_TENSORS = {
+    *_DENSE,
+    "torch._tensor._rebuild_from_type_v2",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch._utils._rebuild_nested_tensor",
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+    "torch._utils._rebuild_qtensor",
+    "torch._utils._rebuild_sparse_tensor",
+    "torch._utils._rebuild_wrapper_subclass",
+}
+_BYTES = ("_codecs.encode", "builtins.bytearray")
+_KNOWN = {
+    *_TENSORS,
+    *_BYTES,
+    "builtins.complex",
+    "builtins.set",
+    "collections.Counter",
+    "collections.OrderedDict",
+    "torch.Size",
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    "torch.per_channel_affine",
+    "torch.per_tensor_affine",
+    "torch.serialization._get_layout",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A file in the zip archive: offset of its first byte, size, and CRC-32 (0 if not written)."""
+
+    start: int
+    nbytes: int
+    crc: int
+
+
+def read_torch_file(path: str) -> Any:
+    """Read the content of a file, with a ``TensorSource`` in place of every tensor.
+
+    Every container is in one place only, and its depth is bounded; sets are copied as they are.
+
+    Raises:
+        CheckpointError: with one line that names the file: it cannot be read, is no torch file, or
+            would run code.
+    """
+    source = LocalFile(path)
+    try:
+        with open(path, "rb") as file:
+            return read_torch(file, source)
+    except CheckpointError as error:
+        raise prefixed(error, path) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def read_torch(file: BinaryIO, source: LocalFile | Bytes) -> Any:
+    """Read a file of ``torch.save`` as ``read_torch_file`` does.
+
+    Args:
+        file: at its beginning.
+        source: the same bytes.
+
+    Raises:
+        CheckpointError: with a line without the file's name.
+        OSError: if it cannot be read.
+    """
+    try:
+        is_zip = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+        file.seek(0)
+        return _from_archive(file, source) if is_zip else _from_old_file(file, source)
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file can make pickle or zipfile raise anything
+        raise CheckpointError(UNREADABLE) from error
+
+
+class Bytes:
+    """Bytes in memory as a source."""
+
+    def __init__(self, data: bytes) -> None:
+        self.path, self.nbytes = "", len(data)
+        self._data = data
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        buffer[:] = self._data[start : start + len(buffer)]
+
+
+# ---------------------------------------------------------------- archives
+
+
+def _from_archive(file: BinaryIO, source: LocalFile | Bytes) -> Any:
+    with zipfile.ZipFile(file) as archive:
+        records = read_records(archive, source.nbytes)
+        names = [name for name in records if name.endswith("/data.pkl")]
+        if len(names) != 1:
+            raise CheckpointError(UNREADABLE)
+        folder = names[0].removesuffix("data.pkl")
+        order = f"{folder}byteorder"
+        if order in records and _content(archive, source, records, order) != b"little":
+            raise CheckpointError("was saved by a big-endian machine, which is not read")
+        data = _content(archive, source, records, names[0])
+
+    def storage(stored: _Storage) -> tuple[ByteSource, Record]:
+        record = records.get(f"{folder}data/{stored.key}")
+        if record is None:
+            raise CheckpointError(f"truncated: it has no record {shown(stored.key)}")
+        return Part(source, record.start, record.nbytes), record
+
+    value = read_pickle(io.BytesIO(data), _is_known, _storage_of, ADVICE)
+    return _Converter(source.path, storage).content(value, len(data))
+
+
+def read_records(archive: zipfile.ZipFile, file_size: int) -> dict[str, Record]:
+    """Return the records of an archive by name.
+
+    Raises:
+        CheckpointError: if ``torch.save`` cannot have written them: they are compressed, overlap,
+            or are not in the file.
+    """
+    infos = archive.infolist()
+    if any(i.compress_type != zipfile.ZIP_STORED or i.flag_bits & 1 for i in infos):
+        raise CheckpointError("refused: its records are compressed, as torch.save never does")
+    file = archive.fp
+    records: dict[str, Record] = {}
+    end = 0
+    for info in sorted(infos, key=lambda each: each.header_offset):
+        start = _data_start(file, info)
+        sound = info.header_offset >= end and info.filename not in records
+        end = start + info.file_size
+        if not sound or info.file_size != info.compress_size or end > file_size:
+            raise CheckpointError(UNREADABLE)
+        records[info.filename] = Record(start, info.file_size, info.CRC)
+    return records
+
+
+def _data_start(file: Any, info: zipfile.ZipInfo) -> int:
+    file.seek(info.header_offset)
+    header = file.read(_LOCAL_HEADER.size)
+    return info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
+
+
+def _content(
+    archive: zipfile.ZipFile, source: ByteSource, records: Mapping[str, Record], name: str
+) -> bytes:
+    record = records[name]
+    # zipfile verifies the CRC-32, but 0 means that torch.save did not compute one.
+    return archive.read(name) if record.crc else read_bytes(source, record.start, record.nbytes)
+
+
+SMALL_ARCHIVE = 1 << 26  # bytes of archives that are compared: a larger one has larger tensors
+
+
+class Archive:
+    """An archive with which others are compared that were written alike, by another rank.
+
+    Args:
+        path: of a file that ``read_torch_file`` has read.
+
+    Raises:
+        Exception: of any kind, if it is no archive any more.
+    """
+
+    def __init__(self, path: str) -> None:
+        with zipfile.ZipFile(path) as archive:
+            infos, self._directory = archive.infolist(), archive.start_dir
+            file: Any = archive.fp
+            self.starts = [_data_start(file, info) for info in infos]
+        self._file = np.fromfile(path, np.uint8)
+        self._headers = np.array([info.header_offset for info in infos])[:, None]
+        self._crcs = self._crc_fields(len(infos))
+        self._pickle = next(
+            index for index, info in enumerate(infos) if info.filename.endswith("/data.pkl")
+        )
+        self._pickle_bytes = infos[self._pickle].file_size
+        self.pickle = self._pickle_of(self._file)
+        self._rest = self._without_crcs(self._file)
+
+    def twin(self, path: str) -> tuple[np.ndarray, bytes] | None:
+        """Return the CRC-32s of the records of another archive, and its pickle; None if anything
+        is not where it is in this archive."""
+        if os.path.getsize(path) != len(self._file):
+            return None
+        file = np.fromfile(path, np.uint8)
+        if len(file) != len(self._file):
+            return None
+        lengths = self._headers + np.arange(_LOCAL_HEADER.size)[26:]
+        magic = self._headers + np.arange(len(ZIP_MAGIC))
+        for places in (lengths, magic):
+            if not np.array_equal(file[places], self._file[places]):
+                return None
+        crcs = self.crcs(file)
+        found = self._pickle_of(file)
+        sound = crcs[self._pickle] in (0, zlib.crc32(found))
+        same = sound and self._without_crcs(file) == self._rest
+        return (crcs, found) if same else None
+
+    def crcs(self, file: np.ndarray | None = None) -> np.ndarray:
+        """Return the CRC-32 of each record, in the order of ``starts``."""
+        fields = (self._file if file is None else file)[self._crcs]
+        return np.ascontiguousarray(fields).view("<u4")[:, 0]
+
+    def _crc_fields(self, count: int) -> np.ndarray:
+        """Return the places of the bytes of each CRC-32 in the central directory."""
+        places, at = [], self._directory
+        for _ in range(count):
+            places.append(at + 16)
+            at += 46 + sum(struct.unpack("<HHH", self._file[at + 28 : at + 34].tobytes()))
+        return np.array(places)[:, None] + np.arange(4)
+
+    def _pickle_of(self, file: np.ndarray) -> bytes:
+        start = self.starts[self._pickle]
+        return file[start : start + self._pickle_bytes].tobytes()
+
+    def _without_crcs(self, file: np.ndarray) -> bytes:
+        """Return the central directory, also without the name of the folder that all records are
+        in: torch takes that of the file."""
+        directory = file[self._directory :].copy()
+        directory[self._crcs - self._directory] = 0
+        text = directory.tobytes()
+        folder = text[46:].partition(b"/")[0]
+        return text.replace(folder + b"/", b"/")
+
+
+# ---------------------------------------------------------------- files from before torch 1.6
+
+
+def _from_old_file(file: BinaryIO, source: LocalFile | Bytes) -> Any:
+    """Read a file of several pickles, then the length and the bytes of every storage."""
+    pickles = _Bounded(file, source.nbytes)
+    known = _is_known
+    if [read_pickle(pickles, known), read_pickle(pickles, known)] != [
+        MAGIC_NUMBER,
+        PROTOCOL_VERSION,
+    ]:
+        raise CheckpointError(UNREADABLE)
+    read_pickle(pickles, known)  # sizes of C's types on the machine that saved it
+    begin = file.tell()
+    stored: dict[str, _Storage] = {}
+
+    def note(persistent_id: Any) -> _Storage:
+        found = _storage_of(persistent_id)
+        return stored.setdefault(found.key, found)
+
+    value = read_pickle(pickles, known, note, ADVICE)
+    length = file.tell() - begin
+    keys = read_pickle(pickles, known)
+    records: dict[str, Record] = {}
+    at = file.tell()
+    for key in typed(keys, list, "its list of storages"):
+        nbytes = stored[key].dtype.itemsize * int.from_bytes(read_bytes(source, at, 8), "little")
+        records[key] = Record(at + 8, nbytes, 0)
+        at += 8 + nbytes
+        if at > source.nbytes or len(records) > len(stored):
+            raise CheckpointError("truncated: its tensors are larger than the file")
+
+    def storage(found: _Storage) -> tuple[ByteSource, Record]:
+        record = records[found.key]
+        return Part(source, record.start, record.nbytes), record
+
+    return _Converter(source.path, storage).content(value, length)
+
+
+class _Bounded:
+    """Reads of a file that never allocate more than there is."""
+
+    def __init__(self, file: BinaryIO, nbytes: int) -> None:
+        self._file, self._nbytes = file, nbytes
+        self.readline = file.readline
+
+    def read(self, count: int) -> bytes:
+        return self._file.read(min(count, self._nbytes))
+
+
+# ---------------------------------------------------------------- content
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """The memory of tensors: its key in the file, and its dtype (uint8 if it has none)."""
+
+    key: str
+    dtype: torch.dtype
+
+
+def _storage_of(persistent_id: Any) -> _Storage:
+    """Return the storage that a persistent id names.
+
+    The id is ("storage", type, key, device, number of elements), and in old files the part of
+    another storage that it is, which xla_fsdp and torch_xla do not write.
+    """
+    if isinstance(persistent_id, tuple) and len(persistent_id) in (5, 6):
+        what, kind, key, _, _, *view = persistent_id
+        name = kind.name.rpartition(".")[2] if isinstance(kind, Global) else ""
+        if (
+            what == "storage"
+            and isinstance(key, str)
+            and name in _STORAGES
+            and view in ([], [None])
+        ):
+            return _Storage(key, _STORAGES[name])
+        if isinstance(kind, Global) and not view:
+            raise CheckpointError(f"it holds a {shown(kind)}; only dense tensors merge")
+    raise CheckpointError(UNREADABLE)
+
+
+class _Converter:
+    """Converts the content of one file.
+
+    Args:
+        path: of the file.
+        storage: returns the bytes of a storage, and their record.
+    """
+
+    def __init__(self, path: str, storage: Callable[[_Storage], tuple[ByteSource, Record]]) -> None:
+        self._path, self._storage = path, storage
+        self._tensors: dict[int, TensorSource] = {}  # by id of the object in the pickle
+
+    def content(self, value: Any, length: int) -> Any:
+        return convert_plain(value, length, self._convert)
+
+    def _convert(self, value: Any) -> Any:
+        if isinstance(value, Object) and value.name in _TENSORS:
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = self._tensor(value)
+            return self._tensors[id(value)]
+        return _other_value(value)
+
+    def _tensor(self, value: Object, depth: int = 0) -> TensorSource:
+        name, args = value.name, value.args
+        if depth > MAX_WRAPPED:
+            raise CheckpointError(UNREADABLE)
+        if name == "torch._tensor._rebuild_from_type_v2":
+            return self._tensor(Object(args[0].name, args[2]), depth + 1)
+        if name == "torch._utils._rebuild_device_tensor_from_cpu_tensor":
+            return self._tensor(args[0], depth + 1).cast(_dtype(args[1].name))
+        if name in (
+            "torch._utils._rebuild_parameter",
+            "torch._utils._rebuild_parameter_with_state",
+        ):
+            return self._tensor(args[0], depth + 1)
+        if name not in _DENSE:
+            raise CheckpointError(f"it holds a tensor of {name}; only dense ones merge")
+        storage, first, shape, strides, *more = args
+        at = _DENSE[name]  # of the optional argument with bits that change the values
+        if any((more[at:] or [None])[0] or ()):
+            raise CheckpointError("it holds a conjugated or negated view; save a copy of it")
+        dtype = _dtype(more[2].name) if name.endswith("_v3") else storage.dtype
+        spec = TensorSpec(dtype, checked_shape(shape, "a tensor's shape"))
+        if spec.nbytes == 0:
+            return TensorSource(spec, Zeros(0))
+        return self._source(spec, storage, typed(first, int, "an offset"), strides)
+
+    def _source(
+        self, spec: TensorSpec, storage: _Storage, first: int, strides: Sequence[int]
+    ) -> TensorSource:
+        data, record = self._storage(storage)
+        last = first + sum((n - 1) * step for n, step in zip(spec.shape, strides, strict=True))
+        outside = first < 0 or min(strides, default=0) < 0
+        if outside or (last + 1) * spec.dtype.itemsize > record.nbytes:
+            raise CheckpointError(
+                f"truncated: {spec.dtype} of shape {shown(spec.shape)} is not in the record it "
+                f"names"
+            )
+        if not _is_contiguous(spec.shape, strides):
+            return _strided(self._path, spec, data, record, first, strides)
+        start = first * spec.dtype.itemsize
+        fills_record = record.crc and spec.nbytes == record.nbytes
+        return TensorSource(
+            spec,
+            Part(data, start, spec.nbytes),
+            identity=(self._path, record.start + start, spec),
+            checksum=written(record.crc) if fills_record else None,
+        )
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _strided(
+    name: str,
+    spec: TensorSpec,
+    storage: ByteSource,
+    record: Record,
+    first: int,
+    strides: Sequence[int],
+) -> TensorSource:
+    """Return a tensor that is not contiguous; every read loads its record."""
+    if spec.nbytes > record.nbytes:  # expanded, with which a small file could state any size
+        raise CheckpointError(f"a tensor of shape {shown(spec.shape)} repeats its elements")
+    numel = record.nbytes // spec.dtype.itemsize
+    flat = TensorSource(
+        TensorSpec(spec.dtype, (numel,)), Part(storage, 0, numel * spec.dtype.itemsize)
+    )
+
+    def load() -> Tensor:
+        whole = flat.load()
+        is_whole = record.crc and flat.spec.nbytes == record.nbytes
+        if is_whole and (crc := zlib.crc32(bytes_of(whole))) != record.crc:
+            raise CheckpointError(
+                f"{name}: is damaged: the checksum of a tensor is {written(crc)}, but was "
+                f"{written(record.crc)} when it was saved"
+            )
+        return whole.as_strided(spec.shape, strides, first)
+
+    data = TensorBytes(spec.nbytes, load, remember=False)
+    return TensorSource(spec, data, identity=(name, record.start, spec, first, strides))
+
+
+def _other_value(value: Any) -> Any:
+    if isinstance(value, Global):
+        return _dtype(value.name)
+    if isinstance(value, Object):
+        args = value.args
+        if value.name == "torch.Size":
+            return torch.Size(checked_shape(args[0], "a torch.Size"))
+        if value.name == "torch.device":
+            return torch.device(*args)
+        if value.name == "builtins.complex":
+            return complex(*(typed(each, float, "a part of a complex number") for each in args))
+        if value.name in _BYTES:
+            return _bytes_of(value)
+    raise CheckpointError(f"it holds {shown(value)}, which is no plain value")
+
+
+def _bytes_of(value: Object) -> bytes:
+    """Return the bytes that an object is made of: text and its encoding, or other bytes."""
+    first, *encoding = value.args or (b"",)
+    if value.name == "builtins.bytearray" and isinstance(first, Object) and first.args:
+        first, *encoding = first.args
+    if isinstance(first, str) and encoding in (["latin1"], ["latin-1"]):
+        return first.encode("latin-1")
+    if isinstance(first, bytes) and not encoding:
+        return first
+    raise CheckpointError(f"it holds {value!r} of {shown(first)}, expected bytes")
+
+
+def _dtype(name: str) -> torch.dtype:
+    return dtype_named(name.removeprefix("torch."))
+
+
+def _is_known(name: str) -> bool:
+    if name in _KNOWN or _STORAGE.fullmatch(name):
+        return True
+    return name.startswith("torch.") and isinstance(getattr(torch, name[6:], None), torch.dtype)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
+    """Write a file with room for the bytes of its tensors, but without these bytes.
+
+    Args:
+        content: with a ``TensorSource`` in place of each tensor; names of the same object become
+            names of one tensor.
+        path: of the file to create.
+
+    Returns:
+        Every tensor that is not empty, and the offset of its bytes in the file.
+    """
+    sources: list[TensorSource] = []
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if not isinstance(value, TensorSource):
+                return NotImplemented
+            sources.append(value)
+            return _without_data(value.spec)
+
+    # FakeTensorMode would do as well, but to import it takes 2 s.
+    # Not by path, as the names of records begin with the file's, which is a temporary one.
+    with skip_data(), open(path, "wb") as file:
+        torch.save(content, file, pickle_module=SimpleNamespace(__name__="", Pickler=Pickler))
+    with zipfile.ZipFile(path) as archive:
+        records = read_records(archive, os.path.getsize(path))
+    names = {name.partition("/data/")[2]: record for name, record in records.items()}
+    offsets = []
+    for i, source in enumerate(sources):  # torch numbers tensors as it meets them
+        record = names[str(i)]
+        if record.nbytes != source.spec.nbytes:
+            raise RuntimeError(
+                f"torch.save left {record.nbytes} bytes for {source.spec}, expected "
+                f"{source.spec.nbytes}: it lays files out in another way than that of torch 2.9"
+            )
+        if source.spec.nbytes:
+            offsets.append((source, record.start))
+    return offsets
+
+
+def _without_data(spec: TensorSpec) -> tuple[Any, ...]:
+    """Return what ``Tensor.__reduce__`` does for a tensor on the CPU, without its storage."""
+    tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    data = torch.UntypedStorage(spec.nbytes, device="meta")
+    data._fake_device = torch.device("cpu")
+    where: tuple[Any, ...] = (0, tuple(spec.shape), tensor.stride(), False, OrderedDict())
+    if spec.dtype not in torch.storage._dtype_to_storage_type_map():
+        return torch._utils._rebuild_tensor_v3, (data, *where, spec.dtype)
+    typed = torch.storage.TypedStorage(wrap_storage=data, dtype=spec.dtype, _internal=True)
+    typed._fake_device = data._fake_device
+    return torch._utils._rebuild_tensor_v2, (typed, *where)
+
+
+def write_crcs(path: str, crcs: Mapping[int, Sequence[int]]) -> None:
+    """Write the CRC-32 of records into an archive.
+
+    Args:
+        path: of a file from ``write_skeleton``, with the bytes of its tensors.
+        crcs: of each block, by the offset of the record's first byte.
+    """
+    with zipfile.ZipFile(path) as archive:
+        infos, at = archive.infolist(), archive.start_dir
+        starts = [_data_start(archive.fp, info) for info in infos]
+    with open(path, "r+b") as output:
+        for info, start in zip(infos, starts, strict=True):
+            if info.file_size and start in crcs:
+                packed = struct.pack("<I", whole(crcs[start], info.file_size))
+                # Offsets of the field "crc-32" in both structures, by section 4.3 of
+                # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+                _write_field(output, _CENTRAL_MAGIC, at, 16, packed)
+                _write_field(output, _DESCRIPTOR_MAGIC, start + info.file_size, 4, packed)
+            output.seek(at + 28)  # the lengths of name, extra field and comment
+            at += 46 + sum(struct.unpack("<HHH", output.read(6)))
+
+
+def _write_field(output: Any, magic: bytes, at: int, distance: int, data: bytes) -> None:
+    """Write ``data`` at offset ``distance`` of the structure at ``at``, which begins with
+    ``magic``."""
+    output.seek(at)
+    found = output.read(4)
+    if found != magic:
+        raise RuntimeError(
+            f"torch.save wrote {found!r} where {magic!r} was expected: it lays files out in "
+            f"another way than that of torch 2.9"
+        )
+    output.seek(at + distance)
+    output.write(data)

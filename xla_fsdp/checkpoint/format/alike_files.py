@@ -1,0 +1,275 @@
+"""Files of all ranks that are laid out alike: small tensors are read for all ranks at once.
+
+A model of thousands of small parameters on many ranks has hundreds of thousands of pieces. Here
+nothing is made for each of them: a tensor of every rank is one object, and a window of all files is
+one array of bytes, in whose rows the ranks' pieces of a tensor lie below one another.
+
+Invariants: a piece is read as a whole, and verified whenever it is read; what is damaged is
+reported at the end, with whatever else is. Memory is bounded by ``WINDOWS`` times ``WINDOW``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from xla_fsdp.checkpoint.files.checksum import crcs_in
+from xla_fsdp.checkpoint.files.copying import damage
+from xla_fsdp.checkpoint.files.safetensors_file import Entry
+from xla_fsdp.checkpoint.files.tensor_source import ByteSource, Part, TensorSource, TensorSpec
+from xla_fsdp.checkpoint.format.records import model_name
+
+WINDOW = 1 << 23  # bytes of all files together
+WINDOWS = 3  # that are kept, as a parameter and its optimizer states lie apart
+
+
+class Moved:
+    """The bytes of a file whose tensors come later than in another one.
+
+    Args:
+        file: local or remote.
+        by: number of bytes; less than 0 if they come earlier.
+    """
+
+    def __init__(self, file: ByteSource, by: int) -> None:
+        self.nbytes = file.nbytes - by
+        self._file, self._by = file, by
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        self._file.read_into(start + self._by, buffer)
+
+
+class FileTensors(Mapping[str, TensorSource]):
+    """Tensors of a file by key, each made when it is asked for.
+
+    Args:
+        file: local or remote.
+        name: of the file, for messages.
+        entries: of the tensors, by key; the same object for files that are laid out alike.
+        prefix: that makes names in the file of keys.
+        checksums: by name in the file.
+    """
+
+    def __init__(
+        self,
+        file: ByteSource,
+        name: str,
+        entries: Mapping[str, Entry],
+        prefix: str,
+        checksums: Mapping[str, str],
+    ) -> None:
+        self._file, self._name, self._entries = file, name, entries
+        self._prefix, self._checksums = prefix, checksums
+
+    def __getitem__(self, key: str) -> TensorSource:
+        entry = self._entries[key]
+        return TensorSource(
+            entry.spec,
+            Part(self._file, entry.start, entry.spec.nbytes),
+            identity=(self._name, entry.start, entry.spec) if entry.spec.nbytes else None,
+            checksum=self._checksums.get(f"{self._prefix}{key}"),
+        )
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@dataclass(frozen=True)
+class AlikeFile:
+    """One of the files.
+
+    Args:
+        name: path of the file, for messages.
+        file: its bytes.
+        entries: by name in the file; the same object in all files.
+        checksums: by name in the file.
+    """
+
+    name: str
+    file: ByteSource
+    entries: Mapping[str, Entry]
+    checksums: Mapping[str, str]
+
+
+class Window(NamedTuple):
+    """The same bytes of all files.
+
+    Args:
+        first: offset in the files.
+        last: offset after the last byte.
+        rows: of bytes, one for each rank.
+        read: whether a rank's row was read.
+    """
+
+    first: int
+    last: int
+    rows: np.ndarray
+    read: np.ndarray
+
+
+class AlikeFiles:
+    """The files of all ranks that have the same ``entries``.
+
+    Args:
+        entries: by name in a file.
+        files: at least two, in rank order; each is asked for when it is read.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], files: Sequence[AlikeFile]) -> None:
+        self._entries, self._files = entries, files
+        self._end = max((entry.stop for entry in entries.values()), default=0)
+        self._windows: OrderedDict[int, Window] = OrderedDict()
+        self._read: set[str] = set()
+        self._damaged: dict[tuple[int, str], str] = {}
+        self._lock = Lock()
+
+    def is_small(self, name: str) -> bool:
+        """Whether a tensor is read for all ranks at once."""
+        return 0 < self._entries[name].spec.nbytes * len(self._files) <= WINDOW
+
+    def tensor(self, name: str) -> TensorOfAll:
+        """Return a small tensor of every rank."""
+        return TensorOfAll(self, name, self._entries[name], range(len(self._files)))
+
+    def of_rank(self, rank: int, name: str) -> TensorSource:
+        """Return a tensor of one rank, not verified."""
+        each, entry = self._files[rank], self._entries[name]
+        part = Part(each.file, entry.start, entry.spec.nbytes)
+        identity = (each.name, entry.start, entry.spec) if entry.spec.nbytes else None
+        return TensorSource(entry.spec, part, identity, each.checksums.get(name))
+
+    def rows(self, name: str, ranks: range) -> np.ndarray:
+        """Return the bytes of a small tensor, one row for each of these ranks; verify them."""
+        entry = self._entries[name]
+        window = self._window(entry.start, entry.stop, ranks)
+        low, high = entry.start - window.first, entry.stop - window.first
+        rows = np.ascontiguousarray(window.rows[ranks.start : ranks.stop, low:high])
+        self._verify(name, ranks, rows)
+        return rows
+
+    def large(self, rank: int) -> dict[str, TensorSource]:
+        """Return the tensors of a rank that are not small, by name, not verified."""
+        names = (name for name in self._entries if not self.is_small(name))
+        return {name: self.of_rank(rank, name) for name in names}
+
+    def problems(self, *, unread: bool) -> list[str]:
+        """Return one line for every damaged tensor.
+
+        Args:
+            unread: whether to check tensors too of which nothing was read.
+        """
+        for name in self._entries if unread else ():
+            if self.is_small(name) and name not in self._read:
+                self.rows(name, range(len(self._files)))
+        return [text for _, text in sorted(self._damaged.items())]
+
+    def _window(self, start: int, stop: int, ranks: range) -> Window:
+        """Return a window with bytes ``start`` to ``stop`` of the files of these ranks."""
+        with self._lock:
+            found = [w for w in self._windows.values() if w.first <= start and stop <= w.last]
+            window = found[0] if found else self._new_window(start, stop)
+            self._windows.move_to_end(window.first)
+            missing = ranks.start + np.flatnonzero(~window.read[ranks.start : ranks.stop])
+            for rank in map(int, missing):
+                self._files[rank].file.read_into(window.first, window.rows[rank].data)
+                window.read[rank] = True
+            return window
+
+    def _new_window(self, start: int, stop: int) -> Window:
+        size = len(self._files)
+        last = min(max(stop, start + WINDOW // size), self._end)
+        rows = np.empty((size, last - start), np.uint8)  # takes memory when it is filled
+        self._windows[start] = window = Window(start, last, rows, np.zeros(size, bool))
+        while len(self._windows) > WINDOWS:
+            self._windows.popitem(last=False)
+        return window
+
+    def _verify(self, name: str, ranks: range, rows: np.ndarray) -> None:
+        if len(ranks) == len(self._files):
+            self._read.add(name)
+        for rank, row in zip(ranks, rows, strict=True):
+            text = self._files[rank].checksums.get(name)
+            if text is not None and [crc := zlib.crc32(row.data)] != crcs_in(text):
+                self._mismatch(rank, name, row, crc)
+
+    def _mismatch(self, rank: int, name: str, row: np.ndarray, crc: int) -> None:
+        """Note that these bytes of a tensor have another checksum than is stated."""
+        where = f"{self._files[rank].name}: {name.removeprefix(model_name(''))}"
+        if problem := damage(where, self.of_rank(rank, name), crc):
+            self._damaged[rank, name] = problem
+
+
+class TensorOfAll(Sequence[TensorSource]):
+    """A small tensor of several ranks.
+
+    Args:
+        files: of all ranks.
+        name: in the files.
+        entry: of the tensor in every file.
+        ranks: of the tensors in this sequence.
+    """
+
+    def __init__(self, files: AlikeFiles, name: str, entry: Entry, ranks: range) -> None:
+        self._files, self._name, self._entry, self._ranks = files, name, entry, ranks
+
+    @overload
+    def __getitem__(self, index: int) -> TensorSource: ...
+    @overload
+    def __getitem__(self, index: slice) -> TensorOfAll: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return TensorOfAll(self._files, self._name, self._entry, self._ranks[index])
+        known = self._files.of_rank(self._ranks[index], self._name)
+        one = self[index : index + 1]
+        return TensorSource(known.spec, one.joined(0, known.spec.nbytes), known.identity)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def spec(self) -> TensorSpec:
+        return self._entry.spec
+
+    @property
+    def at(self) -> int:
+        """The offset in the files."""
+        return self._entry.start
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for sequences of the same bytes."""
+        return self._entry.start, self._entry.spec, self._ranks
+
+    def joined(self, start: int, stop: int) -> ByteSource:
+        """Return bytes ``start`` to ``stop`` of all tensors after one another."""
+        return _JoinedRows(self, start, stop - start)
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Return the bytes of the tensors with these numbers, one in each row."""
+        return self._files.rows(self._name, self._ranks[first:last])
+
+
+class _JoinedRows:
+    def __init__(self, tensors: TensorOfAll, start: int, nbytes: int) -> None:
+        self._tensors, self._start, self.nbytes = tensors, start, nbytes
+        self.at = tensors.at
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        width = self._tensors.spec.nbytes
+        low = self._start + start
+        high = low + len(buffer)
+        first = low // width
+        rows = self._tensors.rows(first, -(-high // width)).reshape(-1)
+        buffer[:] = rows.data[low - first * width : high - first * width]

@@ -1,0 +1,254 @@
+"""Assemble full (unsharded, global) tensors from the shards of all ranks, without reading any.
+
+Names are those of the model before it was wrapped.
+
+Invariants: names that share memory in the shards share one ``TensorSource`` object here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from xla_fsdp.checkpoint.files.tensor_source import (
+    ByteSource,
+    JoinedShards,
+    TensorSource,
+    TensorSpec,
+    global_of,
+)
+from xla_fsdp.checkpoint.format.alike_files import TensorOfAll
+from xla_fsdp.checkpoint.format.records import (
+    UNSHARDED,
+    GroupRecord,
+    MemberRecord,
+    OptimizerRecord,
+    OptimizerState,
+    StateEntry,
+    StateKind,
+    model_name,
+    state_name,
+)
+from xla_fsdp.checkpoint.format.shard_files import Shard, of_all
+from xla_fsdp.distributed.shard_layout import ShardLayout
+
+
+@dataclass(frozen=True)
+class ShardedEntry:
+    """One sharded entry of the state dicts, sharded along dim 0.
+
+    Args:
+        members: the parameters flattened into it, in order; exactly one if ``row_shape`` is not
+            empty.
+        layout: of elements, or of rows, over the ranks of one tensor-parallel part.
+        row_shape: a shard's shape without dim 0; ``()`` if the shard is a vector of elements.
+        dtype: of every rank's shard.
+        parts: number of tensor-parallel parts of the model.
+    """
+
+    members: tuple[MemberRecord, ...]
+    layout: ShardLayout
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: int = 1
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of every rank's shard."""
+        return (self.layout.shard_numel, *self.row_shape)
+
+    @property
+    def row_numel(self) -> int:
+        """Number of elements of one row of the layout; 1 if it counts elements."""
+        return math.prod(self.row_shape)
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """How to merge the state dicts of ``world_size`` ranks, whichever format they are in.
+
+    Args:
+        world_size: number of ranks.
+        sharded: state dict key to its sharded entry.
+        unsharded: state dict key of every other entry (buffers, parameters that are not sharded)
+            to its name in the result. These are equal on all ranks, and rank 0's is taken.
+        dtypes: state dict key to original dtype, for unsharded tensors saved in another dtype.
+        ties: alias to canonical name, both as in the result. Aliases that are keys of the state
+            dicts are in neither ``sharded`` nor ``unsharded``.
+        optimizer: optimizer state in the shards, by state dict key.
+    """
+
+    world_size: int
+    sharded: dict[str, ShardedEntry]
+    unsharded: dict[str, str]
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    optimizer: OptimizerRecord | None = None
+
+    def names_of(self, key: str) -> list[str]:
+        """Return the names in the result of the parameters or buffer under a state dict key."""
+        if key in self.sharded:
+            return [member.name for member in self.sharded[key].members]
+        return [self.unsharded[key]]
+
+
+@dataclass(frozen=True)
+class FullCheckpoint:
+    """A model and its optimizer before sharding.
+
+    Args:
+        model: by name: sources of tensors, and other values; in the order of rank 0's state dict,
+            aliases last.
+        ties: alias to canonical name.
+        optimizer: by names of the model; None if the shards hold no optimizer state.
+    """
+
+    model: dict[str, Any]
+    ties: dict[str, str]
+    optimizer: OptimizerState | None
+
+    def __str__(self) -> str:
+        """Return its size; tied tensors count once."""
+        tensors = {id(v): v for v in self.model.values() if isinstance(v, TensorSource)}
+        numel = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        text = f"{len(tensors)} parameters and buffers, {numel:,} elements"
+        if self.optimizer is not None:
+            text += f", optimizer state of {len(self.optimizer.states)}"
+        return text
+
+
+def full_checkpoint(plan: MergePlan, shards: Sequence[Shard]) -> FullCheckpoint:
+    """Return the full model and optimizer.
+
+    Args:
+        plan: of these shards, which ``find_problems`` has checked.
+        shards: of every rank, in rank order.
+    """
+    return FullCheckpoint(
+        model=_full_model(plan, shards),
+        ties=dict(plan.ties),
+        optimizer=None if plan.optimizer is None else _full_optimizer(plan, plan.optimizer, shards),
+    )
+
+
+def full_members(
+    entry: ShardedEntry, shards: Sequence[TensorSource], once: Once | None = None
+) -> Iterator[tuple[str, TensorSource]]:
+    """Yield the name and the full tensor of every parameter of an entry.
+
+    Args:
+        entry: of the state dicts.
+        shards: of all ranks, in rank order, each of shape ``entry.shard_shape``.
+        once: to yield the same object again for the same memory.
+    """
+    if entry.row_shape:
+        starts, lengths = [0], [entry.layout.numel]
+    else:
+        lengths = [member.local_numel(entry.parts) for member in entry.members]
+        starts = list(accumulate(lengths, initial=0))[:-1]
+    for member, start, length in zip(entry.members, starts, lengths, strict=True):
+
+        def join(member: MemberRecord = member, start: int = start, n: int = length) -> Any:
+            return global_of(_parts(entry, member, shards, start, start + n), member)
+
+        yield member.name, once.get(shards, (member.shape, start), join) if once else join()
+
+
+def _parts(
+    entry: ShardedEntry, member: MemberRecord, shards: Sequence[TensorSource], start: int, stop: int
+) -> list[TensorSource]:
+    """Return a parameter's local tensor of each tensor-parallel part; if replicated, the first."""
+    parts, size = entry.parts if member.tensor_dim is not None else 1, entry.layout.num_shards
+    spec = TensorSpec(shards[0].dtype, member.local_shape(entry.parts))
+    of_parts = [shards[part * size : (part + 1) * size] for part in range(parts)]
+    return [TensorSource(spec, _joined(entry, own, start, stop)) for own in of_parts]
+
+
+def _joined(
+    entry: ShardedEntry, shards: Sequence[TensorSource], start: int, stop: int
+) -> ByteSource:
+    """Return the bytes of elements (or rows) ``start`` to ``stop`` of the unsharded entry."""
+    row = entry.row_numel * shards[0].dtype.itemsize
+    if isinstance(shards, TensorOfAll):
+        return shards.joined(start * row, stop * row)
+    return JoinedShards(shards, entry.layout.shard_numel * row, start * row, stop * row)
+
+
+def model_shards(shards: Sequence[Shard], key: str) -> Sequence[TensorSource]:
+    """Return the tensor of every rank under a key of the state dicts."""
+    return of_all(shards, model_name(key), lambda shard: shard.state_dict[key])
+
+
+def state_shards(shards: Sequence[Shard], key: str, state: str) -> Sequence[TensorSource]:
+    """Return one optimizer state of every rank."""
+    name = state_name(key, state)
+    return of_all(shards, name, lambda shard: shard.optimizer[name])
+
+
+def _full_model(plan: MergePlan, shards: Sequence[Shard]) -> dict[str, Any]:
+    full: dict[str, Any] = {}
+    once = Once()
+    for key, value in shards[0].state_dict.items():
+        if key in plan.sharded:
+            full.update(full_members(plan.sharded[key], model_shards(shards, key), once))
+        elif key in plan.unsharded:
+            full[plan.unsharded[key]] = _unsharded(value, plan.dtypes.get(key), once)
+    for alias, canonical in plan.ties.items():
+        full[alias] = full[canonical]
+    return full
+
+
+def _unsharded(value: Any, dtype: torch.dtype | None, once: Once) -> Any:
+    if not isinstance(value, TensorSource):
+        return value
+    return once.get([value], dtype, lambda: value.cast(dtype or value.dtype))
+
+
+class Once:
+    """Creates each source once for the same memory, so that tied names share it."""
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, TensorSource] = {}
+
+    def get(
+        self, sources: Sequence[TensorSource], variant: Hashable, make: Callable[[], TensorSource]
+    ) -> TensorSource:
+        """Return ``make()``, or its earlier result for the same memory and ``variant``."""
+        identities: Hashable
+        if isinstance(sources, TensorOfAll):
+            identities = sources.identity
+        else:
+            identities = tuple(source.identity for source in sources)
+            if None in identities:
+                return make()
+        key = (variant, identities)
+        if key not in self._results:
+            self._results[key] = make()
+        return self._results[key]
+
+
+def _full_optimizer(
+    plan: MergePlan, record: OptimizerRecord, shards: Sequence[Shard]
+) -> OptimizerState:
+    states: dict[str, dict[str, StateEntry]] = {}
+    for key, states_of_key in record.states.items():
+        by_name: dict[str, dict[str, StateEntry]] = {name: {} for name in plan.names_of(key)}
+        for state in states_of_key.sharded:
+            sources = state_shards(shards, key, state)
+            for name, source in full_members(plan.sharded[key], sources):
+                by_name[name][state] = StateEntry(StateKind.SHARD, source)
+        for state, entry in shards[0].states(key, states_of_key).items():
+            if entry.kind is not StateKind.SHARD:
+                for own in by_name.values():
+                    own[state.removeprefix(UNSHARDED)] = entry
+        states |= by_name
+    groups = tuple(
+        GroupRecord(tuple(n for key in group.params for n in plan.names_of(key)), group.options)
+        for group in record.groups
+    )
+    return OptimizerState(groups, states)

@@ -1,0 +1,278 @@
+"""Plan how to merge shards, from the metadata and state dict of one of them.
+
+The shards are in the format of ``xla_fsdp.checkpoint.format.records`` or in that of
+``torch_xla.distributed.fsdp``, whose wrappers put their attribute names into every key:
+``_fsdp_wrapped_module.`` for an FSDP unit, ``_fpw_module.`` for flattening.
+
+Invariants: names in a plan are those of the model before it was wrapped; metadata that has neither
+format, or contradicts its state dict, raises ``CheckpointError``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    check_rank,
+    checked_shape,
+    dtype_named,
+    find_bad_names,
+    item,
+    raise_if,
+    shown,
+    typed,
+)
+from xla_fsdp.checkpoint.files.tensor_source import TensorSource
+from xla_fsdp.checkpoint.format.full_tensors import MergePlan, ShardedEntry
+from xla_fsdp.checkpoint.format.records import FORMAT, MemberRecord, ParamRecord, ShardMetadata
+from xla_fsdp.distributed.shard_layout import ShardLayout, join_name
+
+OWN_KEYS = ("version", "params", "ties", "buffers", "groups", "optimizer", "tensor_parts")
+TORCH_XLA_KEYS = ("shard_info", "flatten_info", "buffer_info")
+
+WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
+SHARD_PREFIX = "_fsdp_shard"
+
+
+class Identity(NamedTuple):
+    """The format of a shard, its rank, the number of ranks, and the save that wrote it."""
+
+    format: str
+    rank: int
+    world_size: int
+    step: int | None = None
+    job: str | None = None
+
+
+def identify(metadata: Any) -> Identity:
+    """Return the identity of a shard; step and job are None if its metadata does not have them.
+
+    Raises:
+        CheckpointError: if the metadata has neither format or is malformed.
+    """
+    if _is_torch_xla(typed(metadata, dict, "shard_metadata")):
+        return Identity("torch_xla", *_torch_xla_identity(metadata))
+    if metadata.get("format") == FORMAT:
+        own = ShardMetadata.from_dict(metadata)
+        return Identity(FORMAT, own.rank, own.world_size, own.step, own.job)
+    raise CheckpointError(
+        "shard_metadata is of neither xla_fsdp nor torch_xla; expected what "
+        "model.get_shard_metadata() returns"
+    )
+
+
+def absent_names(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> list[str]:
+    """Return the parameters that the metadata lists and the state dict of a script lacks, as it has
+    left a part of the model out; they are not merged."""
+    if _is_torch_xla(metadata):
+        members = dict(_members_of_keys(metadata))
+    else:
+        members = {r.key: r.members for r in ShardMetadata.from_dict(metadata).params}
+    return [each.name for key, own in members.items() if key not in state_dict for each in own]
+
+
+def shared_part(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of the metadata that is equal on all ranks of one model."""
+    keys = TORCH_XLA_KEYS if _is_torch_xla(metadata) else OWN_KEYS
+    return {key: metadata[key] for key in keys if key in metadata}
+
+
+def make_plan(
+    metadata: dict[str, Any], state_dict: Mapping[str, Any], *, optimizer: bool = True
+) -> MergePlan:
+    """Return the plan to merge this shard with those of the other ranks.
+
+    Args:
+        metadata: result of ``model.get_shard_metadata()``, in either format.
+        state_dict: of the same rank; torch_xla's metadata has no lengths and dtypes of shards.
+        optimizer: whether to merge optimizer state too.
+
+    Raises:
+        CheckpointError: with every problem found, such as missing keys or colliding names.
+    """
+    identify(metadata)
+    plan = (
+        _torch_xla_plan(metadata, state_dict)
+        if _is_torch_xla(metadata)
+        else _own_plan(ShardMetadata.from_dict(metadata), state_dict)
+    )
+    if not optimizer:
+        plan = replace(plan, optimizer=None)
+    raise_if(_name_problems(plan))
+    return plan
+
+
+def _own_plan(metadata: ShardMetadata, state_dict: Mapping[str, Any]) -> MergePlan:
+    size, parts = metadata.world_size, metadata.tensor_parts
+    sharded = {record.key: _own_entry(record, size, parts) for record in metadata.params}
+    absent = [key for key in sharded if key not in state_dict]
+    if metadata.step is not None or len(absent) == len(sharded):
+        raise_if([f"model has no {key}, which shard_metadata lists" for key in absent])
+    for key in absent:
+        del sharded[key]
+    unsharded = {k: k for k in state_dict if k not in sharded and k not in metadata.ties}
+    dtypes = {k: dtype_named(name) for k, name in metadata.buffers.items() if k in unsharded}
+    lost = {member.name for r in metadata.params if r.key in absent for member in r.members}
+    ties = {alias: name for alias, name in metadata.ties.items() if name not in lost}
+    return MergePlan(size, sharded, unsharded, dtypes, ties, metadata.optimizer)
+
+
+def _own_entry(record: ParamRecord, world_size: int, parts: int) -> ShardedEntry:
+    dtype = dtype_named(record.dtype)
+    if not record.by_rows:
+        return ShardedEntry(record.members, record.layout(world_size, parts), (), dtype, parts)
+    size, *row_shape = record.members[0].local_shape(parts)
+    rows = ShardLayout((size,), world_size // parts, multiple=1)
+    return ShardedEntry(record.members, rows, tuple(row_shape), dtype, parts)
+
+
+def _name_problems(plan: MergePlan) -> list[str]:
+    names = [member.name for entry in plan.sharded.values() for member in entry.members]
+    names += plan.unsharded.values()
+    known = Counter(names)
+    return [
+        *find_bad_names([*plan.sharded, *known, *plan.ties]),
+        *(f"{name} would be in the merged model twice" for name in known if known[name] > 1),
+        *(
+            f"ties: {alias} is tied to {canonical}, which is not in the model"
+            for alias, canonical in plan.ties.items()
+            if canonical not in known
+        ),
+        *(
+            f"optimizer: {key} is not in the model"
+            for key in _optimizer_keys(plan)
+            if key not in plan.sharded and key not in plan.unsharded
+        ),
+    ]
+
+
+def _optimizer_keys(plan: MergePlan) -> list[str]:
+    if plan.optimizer is None:
+        return []
+    in_groups = [key for group in plan.optimizer.groups for key in group.params]
+    return list(dict.fromkeys([*in_groups, *plan.optimizer.states]))
+
+
+# ---------------------------------------------------------------- torch_xla's format
+
+
+def original_name(name: str) -> str:
+    """Return a name without the attribute names of torch_xla's wrappers."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _is_torch_xla(metadata: dict[str, Any]) -> bool:
+    return "format" not in metadata and "shard_info" in metadata
+
+
+def _torch_xla_identity(metadata: dict[str, Any]) -> tuple[int, int]:
+    rank = item(metadata, "rank", int, "")
+    world_size = item(metadata, "world_size", int, "")
+    check_rank(rank, world_size)
+    return rank, world_size
+
+
+def _torch_xla_plan(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> MergePlan:
+    # torch_xla does not save aliases of weights tied inside one FSDP unit: the result lacks them,
+    # and the model that loads it must tie them again.
+    _, world_size = _torch_xla_identity(metadata)
+    listed = dict(_members_of_keys(metadata))
+    members = {key: own for key, own in listed.items() if key in state_dict} or listed
+    raise_if(
+        [
+            f"model has no tensor {key}, which shard_metadata lists"
+            for key in members
+            if not isinstance(state_dict.get(key), TensorSource)
+        ]
+        + [
+            f"model has {key}, which shard_metadata does not list"
+            for key in state_dict
+            if key not in members and _names_a_shard(key)
+        ]
+    )
+    unsharded = {key: original_name(key) for key in state_dict if key not in members}
+    dtypes = _buffer_dtypes(metadata)
+    return MergePlan(
+        world_size,
+        {key: _torch_xla_entry(m, state_dict[key], world_size) for key, m in members.items()},
+        unsharded,
+        {key: dtypes[name] for key, name in unsharded.items() if name in dtypes},
+    )
+
+
+def _members_of_keys(metadata: dict[str, Any]) -> Iterator[tuple[str, tuple[MemberRecord, ...]]]:
+    """Yield the state dict key and the parameters of every entry of ``shard_info``."""
+    flatten_info = metadata.get("flatten_info", {})
+    typed(flatten_info, dict, "flatten_info")
+    for unit, infos in item(metadata, "shard_info", dict, "").items():
+        for suffix, info in typed(infos, dict, f"shard_info.{unit}").items():
+            key = join_name(unit, suffix)
+            where = f"shard_info.{key}"
+            name = join_name(unit, item(typed(info, dict, where), "_orig_name", str, where))
+            shape = checked_shape(info.get("_orig_size"), f"{where}._orig_size")
+            flat = flatten_info.get(name)
+            own = (MemberRecord(original_name(name), shape),)
+            yield key, own if flat is None else _flat_members(flat, name)
+
+
+def _flat_members(info: Any, flat_name: str) -> tuple[MemberRecord, ...]:
+    where = f"flatten_info.{flat_name}"
+    if not (isinstance(info, Sequence) and len(info) == 3):
+        raise CheckpointError(f"{where} is {shown(info)}, expected (names, shapes, sizes)")
+    names, shapes = typed(info[0], list, f"{where}.0"), typed(info[1], list, f"{where}.1")
+    if len(names) != len(shapes):
+        raise CheckpointError(f"{where} has {len(names)} names and {len(shapes)} shapes")
+    unit = flat_name.rpartition(".")[0]
+    return tuple(
+        MemberRecord(
+            original_name(join_name(unit, typed(name, str, where))), checked_shape(shape, where)
+        )
+        for name, shape in zip(names, shapes, strict=True)
+    )
+
+
+def _buffer_dtypes(metadata: dict[str, Any]) -> dict[str, torch.dtype]:
+    """Return original dtypes by original names.
+
+    The names in ``buffer_info`` contain ``_fpw_module.``, which torch_xla's ``state_dict()``
+    removes, so torch_xla's own merge does not find them and leaves such buffers in the wrong dtype.
+    """
+    infos = typed(metadata.get("buffer_info", {}), dict, "buffer_info")
+    return {
+        original_name(name): item(
+            typed(info, dict, f"buffer_info.{name}"),
+            "_orig_dtype",
+            torch.dtype,
+            f"buffer_info.{name}",
+        )
+        for name, info in infos.items()
+    }
+
+
+def _names_a_shard(key: str) -> bool:
+    return any(part.startswith(SHARD_PREFIX) for part in key.split("."))
+
+
+def _torch_xla_entry(
+    members: tuple[MemberRecord, ...], shard: TensorSource, world_size: int
+) -> ShardedEntry:
+    # The metadata has neither the padding multiple nor the dtype of shards. The length of the shard
+    # as the multiple gives the same slices as the true one. A shard of more than one dim was made
+    # with ``shard_param_on_dim_0``.
+    by_rows = len(shard.shape) > 1 and len(members) == 1
+    size = members[0].shape[0] if by_rows and members[0].shape else sum(m.numel for m in members)
+    multiple = max(shard.shape[0] if shard.shape else 1, 1)
+    return ShardedEntry(
+        members=members,
+        layout=ShardLayout((size,), world_size, multiple),
+        row_shape=members[0].shape[1:] if by_rows else (),
+        dtype=shard.dtype,
+    )

@@ -1,0 +1,806 @@
+"""The metadata in checkpoint files: names, shapes, optimizer records, versions. No I/O.
+
+A shard file's metadata is a ``ShardMetadata``: a ``ParamRecord`` for each sharded entry of the
+state dict, with a ``MemberRecord`` for each original parameter in it (one, unless parameters were
+flattened together), and an ``OptimizerRecord``. Tensor parallelism divides a model into *parts*,
+each of which is sharded over ranks of its own: with n shards of each part, rank r has shard r % n
+of part r // n.
+
+Invariants: every object is validated when it is made; ``to_dict`` returns JSON values only, which
+``torch.load(weights_only=True)`` accepts too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    T,
+    check_rank,
+    checked_shape,
+    dtype_named,
+    item,
+    refuse_repeated,
+    shown,
+    typed,
+)
+from xla_fsdp.checkpoint.files.checksum import digest, is_checksum
+from xla_fsdp.distributed.placement import local_shape
+from xla_fsdp.distributed.shard_layout import ShardLayout
+
+FORMAT = "xla_fsdp"
+VERSION = 4
+# Version 2 added groups, global_rank, optimizer and fingerprints; version 3 added tensor_parts and
+# tensor_dim; version 4 added step, job and fingerprints of blocks.
+READABLE_VERSIONS = (1, 2, 3, 4)
+
+MAX_DEPTH = 20  # of nested hyperparameters, so that no file can exhaust the stack
+
+# Values saved beside the model: JSON under this key of a .safetensors header, and tensors with this
+# prefix in their names.
+VALUES_KEY = "xla_fsdp.values"
+VALUE_PREFIX = "values/"
+SUFFIXES = ("safetensors", "pth")
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def model_name(key: str) -> str:
+    """Return the name in a file of the tensor under ``key`` in the state dict."""
+    return f"model/{key}"
+
+
+def state_name(key: str, state: str) -> str:
+    """Return the name in a file of one optimizer state of the parameter ``key``.
+
+    A slash in ``key`` or ``state`` becomes ``%2F``, so that no two states get the same name.
+    """
+    return f"optim/{_escaped(key)}/{_escaped(state)}"
+
+
+def _escaped(name: str) -> str:
+    return name.replace("%", "%25").replace("/", "%2F")
+
+
+# ---------------------------------------------------------------- optimizer
+
+
+UNSHARDED = "unsharded."
+"""Prefix of the names of optimizer states that are of a whole parameter which is sharded: tensors
+of another shape than its own, the same on every rank."""
+
+
+class StateKind(Enum):
+    """The kind of one optimizer state of one parameter."""
+
+    SHARD = "shard"  # a tensor sharded as the parameter is
+    DEVICE = "device"  # another tensor, on the parameter's device
+    HOST = "host"  # another tensor, in host memory
+    VALUE = "value"  # a JSON value, such as a number
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One optimizer state of one parameter: a tensor, a ``TensorSource`` or a JSON value."""
+
+    kind: StateKind
+    value: Any
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """A parameter group: the keys in it, in order, and its hyperparameters (``lr``, ...)."""
+
+    params: tuple[str, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """An optimizer's state in a running job, as loaded by one rank, or in a full checkpoint.
+
+    Args:
+        groups: in the optimizer's order.
+        states: by key of the parameter, then by name (``exp_avg``); without parameters that have no
+            state, as before the first step.
+    """
+
+    groups: tuple[GroupRecord, ...]
+    states: dict[str, dict[str, StateEntry]]
+
+    def record(self) -> OptimizerRecord:
+        """Return the record of this state for a file's metadata."""
+        states = {key: StateRecord.of(entries) for key, entries in self.states.items()}
+        return OptimizerRecord(self.groups, states)
+
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """Return the states that are tensors, by key and name."""
+        return {
+            key: {n: e.value for n, e in entries.items() if e.kind is not StateKind.VALUE}
+            for key, entries in self.states.items()
+        }
+
+
+@dataclass(frozen=True)
+class StateRecord:
+    """The optimizer states of one key in a file: names of tensors, and JSON values.
+
+    Args:
+        sharded: names of tensors sharded as the parameter is.
+        whole: names of all other tensors, such as a step counter.
+        values: JSON values by name, which are saved here and not as tensors.
+        host: names in ``whole`` of tensors that were in host memory, not on the parameter's device.
+    """
+
+    sharded: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)
+    host: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, entries: Mapping[str, StateEntry]) -> StateRecord:
+        """Return the record of a parameter's entries, by name."""
+
+        def names(*kinds: StateKind) -> tuple[str, ...]:
+            return tuple(name for name, entry in entries.items() if entry.kind in kinds)
+
+        return cls(
+            sharded=names(StateKind.SHARD),
+            whole=names(StateKind.DEVICE, StateKind.HOST),
+            values={name: entries[name].value for name in names(StateKind.VALUE)},
+            host=names(StateKind.HOST),
+        )
+
+    def entries(self, tensor: Callable[[str], Any]) -> dict[str, StateEntry]:
+        """Return the states by name; ``tensor`` returns the tensor of a name. Inverse of ``of``."""
+        kinds = dict.fromkeys(self.sharded, StateKind.SHARD)
+        host = set(self.host)
+        kinds |= {n: StateKind.HOST if n in host else StateKind.DEVICE for n in self.whole}
+        states = {name: StateEntry(kind, tensor(name)) for name, kind in kinds.items()}
+        return states | {n: StateEntry(StateKind.VALUE, v) for n, v in self.values.items()}
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """An optimizer's parameter groups in a file, and the states of every key that has any."""
+
+    groups: tuple[GroupRecord, ...]
+    states: dict[str, StateRecord]
+
+    def __post_init__(self) -> None:
+        refuse_repeated("optimizer key", (key for group in self.groups for key in group.params))
+        for key, state in self.states.items():
+            refuse_repeated(f"optimizer state of {key}:", state.sharded + state.whole)
+            if strange := set(state.host) - set(state.whole):
+                raise CheckpointError(
+                    f"optimizer state of {key}: {min(strange)} is in host, but not in whole"
+                )
+            for name in state.values.keys() & {*state.sharded, *state.whole}:
+                raise CheckpointError(f"optimizer state of {key}: {name} appears twice")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values; raise ``CheckpointError`` for hyperparameters that are none."""
+        return {
+            "groups": [
+                {
+                    "params": list(group.params),
+                    "options": json_value(group.options, f"optimizer.groups.{i}.options"),
+                }
+                for i, group in enumerate(self.groups)
+            ],
+            "states": {
+                key: {
+                    "sharded": list(state.sharded),
+                    "whole": list(state.whole),
+                    "host": list(state.host),
+                    "values": json_value(state.values, f"optimizer.states.{key}.values"),
+                }
+                for key, state in self.states.items()
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> OptimizerRecord:
+        """Read the result of ``to_dict``; raise ``CheckpointError`` if it is malformed."""
+        groups = enumerate(item(typed(data, dict, "optimizer"), "groups", list, "optimizer"))
+        states = item(data, "states", dict, "optimizer").items()
+        return cls(
+            groups=tuple(_group_from_dict(group, f"optimizer.groups.{i}") for i, group in groups),
+            states={
+                typed(key, str, "optimizer.states"): _state_from_dict(
+                    state, f"optimizer.states.{key}"
+                )
+                for key, state in states
+            },
+        )
+
+
+def json_value(value: Any, where: str, depth: int = 0) -> Any:
+    """Return ``value`` with tuples as lists; raise ``CheckpointError`` if it is no JSON value."""
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"{where} is nested more than {MAX_DEPTH} deep")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [json_value(each, f"{where}.{i}", depth + 1) for i, each in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {
+            typed(key, str, where): json_value(each, f"{where}.{key}", depth + 1)
+            for key, each in value.items()
+        }
+    raise CheckpointError(
+        f"{where} is {type(value).__name__}; expected a number, string, list or dict. Take it out, "
+        f"or turn it into one of these"
+    )
+
+
+def _group_from_dict(data: Any, where: str) -> GroupRecord:
+    params = item(typed(data, dict, where), "params", list, where)
+    options = json_value(item(data, "options", dict, where), f"{where}.options")
+    return GroupRecord(_names(params, f"{where}.params"), options)
+
+
+def _state_from_dict(data: Any, where: str) -> StateRecord:
+    typed(data, dict, where)
+    return StateRecord(
+        sharded=_names(item(data, "sharded", list, where), f"{where}.sharded"),
+        whole=_names(item(data, "whole", list, where), f"{where}.whole"),
+        host=_names(item({"host": [], **data}, "host", list, where), f"{where}.host"),
+        values=json_value(item(data, "values", dict, where), f"{where}.values"),
+    )
+
+
+def _names(data: list[Any], where: str) -> tuple[str, ...]:
+    return tuple(typed(name, str, f"{where}.{i}") for i, name in enumerate(data))
+
+
+# ---------------------------------------------------------------- model
+
+
+@dataclass(frozen=True)
+class MemberRecord:
+    """One original parameter.
+
+    Args:
+        name: its fully qualified name in the model before wrapping.
+        shape: global, unsharded.
+        tensor_dim: the dim that tensor parallelism cuts; None if every part has the same tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tensor_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise CheckpointError(f"{self.name}: shape {self.shape} has a negative size")
+        if self.tensor_dim is not None and self.tensor_dim not in range(len(self.shape)):
+            raise CheckpointError(
+                f"{self.name}: shape {self.shape} has no dim {self.tensor_dim}, its tensor_dim"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the global parameter."""
+        return math.prod(self.shape)
+
+    def local_shape(self, parts: int) -> tuple[int, ...]:
+        """Return the shape in each of ``parts`` tensor-parallel parts."""
+        return tuple(local_shape(self.shape, self.tensor_dim, parts))
+
+    def local_numel(self, parts: int) -> int:
+        """Return the number of elements in each of ``parts`` tensor-parallel parts."""
+        return math.prod(self.local_shape(parts))
+
+
+@dataclass(frozen=True)
+class ParamRecord:
+    """One sharded entry of the state dict.
+
+    Args:
+        key: its name in the state dict.
+        dtype: of the shard, such as ``"float32"``.
+        multiple: the shard's length is a multiple of this, as in ``ShardLayout``.
+        members: the original parameters flattened into it, in order; at least one.
+        by_rows: whether a shard is a tensor of rows along dim 0 of its one parameter, and not a
+            vector.
+    """
+
+    key: str
+    dtype: str
+    multiple: int
+    members: tuple[MemberRecord, ...]
+    by_rows: bool = False
+
+    def __post_init__(self) -> None:
+        dtype_named(self.dtype, f"{self.key}: dtype")
+        if self.multiple < 1:
+            raise CheckpointError(f"{self.key}: multiple is {self.multiple}, must be at least 1")
+        if not self.members:
+            raise CheckpointError(f"{self.key}: has no members, must have at least one")
+        if self.by_rows:
+            self._check_rows()
+
+    def layout(self, world_size: int, parts: int = 1) -> ShardLayout:
+        """Return the layout of elements; ``world_size`` counts the ranks of all parts."""
+        numel = sum(member.local_numel(parts) for member in self.members)
+        return ShardLayout((numel,), world_size // parts, self.multiple)
+
+    def to_dict(self, version: int) -> dict[str, Any]:
+        """Return JSON values in that version of the format."""
+        return {
+            "key": self.key,
+            "dtype": self.dtype,
+            "multiple": self.multiple,
+            "members": [
+                {"name": m.name, "shape": list(m.shape)}
+                | ({"tensor_dim": m.tensor_dim} if version > 2 else {})
+                for m in self.members
+            ],
+            "by_rows": self.by_rows,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str, version: int) -> ParamRecord:
+        """Read the result of ``to_dict``; raise ``CheckpointError`` if it is malformed."""
+        members = enumerate(item(typed(data, dict, where), "members", list, where))
+        return cls(
+            key=item(data, "key", str, where),
+            dtype=item(data, "dtype", str, where),
+            multiple=item(data, "multiple", int, where),
+            members=tuple(
+                _member_from_dict(member, f"{where}.members.{i}", version) for i, member in members
+            ),
+            by_rows=item(data, "by_rows", bool, where),
+        )
+
+    def _check_rows(self) -> None:
+        member = self.members[0]
+        row = max(1, math.prod(member.shape[1:]))
+        is_row = self.multiple == row or (member.tensor_dim and row % self.multiple == 0)
+        if len(self.members) > 1 or not member.shape or not is_row:
+            raise CheckpointError(
+                f"{self.key}: is sharded by rows, so it must have one member of at least one dim, "
+                f"and a row's number of elements as its multiple"
+            )
+
+
+def _member_from_dict(data: Any, where: str, version: int) -> MemberRecord:
+    name = item(typed(data, dict, where), "name", str, where)
+    shape = checked_shape(item(data, "shape", list, where), f"{where}.shape")
+    dim = item(data, "tensor_dim", object, where) if version > 2 else None
+    return MemberRecord(name, shape, _optional(dim, int, f"{where}.tensor_dim"))
+
+
+OF_RANK = ("rank", "global_rank", "fingerprints")
+"""Keys of the metadata whose values are another rank's own."""
+
+
+class FileMetadata(dict[str, Any]):
+    """The metadata in a file, of which a ``ShardMetadata`` is made once. It is not changed.
+
+    Args:
+        content: of the file.
+        like: metadata of another rank's file, whose values are taken where ``content`` has none.
+    """
+
+    def __init__(self, content: Mapping[str, Any], like: FileMetadata | None = None) -> None:
+        super().__init__(content if like is None else {**like, **content})
+        self.like = like
+        self.known: ShardMetadata | None = None
+
+
+@dataclass(frozen=True)
+class ShardMetadata:
+    """All that is needed, beside the state dicts, to merge the shards of a model.
+
+    Args:
+        rank: of the saving process in its sharding group, where part 0's ranks come first, then
+            part 1's.
+        world_size: number of ranks in a sharding group.
+        params: one record for each sharded entry of the state dict.
+        ties: alias to canonical name. Only the canonical name has a record. An alias of a parameter
+            that is not flattened is also a key of the state dict, with the same shard.
+        buffers: original dtype of each buffer that is saved in another dtype.
+        version: of this format.
+        groups: the global ranks of each sharding group, if there are several; the groups hold
+            replicas of the model. None if all ranks are one group.
+        global_rank: of the saving process among all groups; None if there is one group.
+        optimizer: record of the saved optimizer state; None if none is saved.
+        fingerprints: checksums of tensors by their names in the file (``model_name``,
+            ``state_name``); other tensors cannot be verified.
+        tensor_parts: number of tensor-parallel parts of the model.
+        step: that was saved; None if ``save_checkpoint`` did not write the file.
+        job: token of the job that saved it, or None.
+    """
+
+    rank: int
+    world_size: int
+    params: tuple[ParamRecord, ...]
+    ties: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    version: int = VERSION
+    groups: Groups | None = None
+    global_rank: int | None = None
+    optimizer: OptimizerRecord | None = None
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    tensor_parts: int = 1
+    step: int | None = None
+    job: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_version(self.version)
+        check_rank(self.rank, self.world_size)
+        refuse_repeated("key", (p.key for p in self.params))
+        names = {m.name for p in self.params for m in p.members}
+        refuse_repeated("parameter name", (m.name for p in self.params for m in p.members))
+        for alias, canonical in self.ties.items():
+            if alias in names or canonical in self.ties:
+                raise CheckpointError(
+                    f"ties: {alias} -> {canonical} must lead from an alias without a record "
+                    f"to a name that is not an alias itself"
+                )
+        for name, dtype in self.buffers.items():
+            dtype_named(dtype, f"buffers: {name}")
+        _check_groups(self)
+        _check_parts(self)
+        _check_states(self)
+        _check_checksums(self.fingerprints)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values, to be saved under the key ``shard_metadata``."""
+        content = {
+            "format": FORMAT,
+            "version": self.version,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "params": [record.to_dict(self.version) for record in self.params],
+            "ties": dict(self.ties),
+            "buffers": dict(self.buffers),
+        }
+        if self.version > 1:
+            content |= {
+                "groups": None if self.groups is None else [list(group) for group in self.groups],
+                "global_rank": self.global_rank,
+                "optimizer": None if self.optimizer is None else self.optimizer.to_dict(),
+                "fingerprints": dict(self.fingerprints),
+            }
+        if self.version > 2:
+            content["tensor_parts"] = self.tensor_parts
+        return content | ({"step": self.step, "job": self.job} if self.version > 3 else {})
+
+    @classmethod
+    def from_dict(cls, data: Any) -> ShardMetadata:
+        """Read the result of ``to_dict``.
+
+        Raises:
+            CheckpointError: if anything is missing, of the wrong type, out of range or
+                contradictory, or the version is not in ``READABLE_VERSIONS``.
+        """
+        if not isinstance(data, FileMetadata):
+            return cls._read(data)
+        if data.known is None:
+            data.known = cls._read(data) if data.like is None else cls._of_rank(data, data.like)
+        return data.known
+
+    @classmethod
+    def _of_rank(cls, data: FileMetadata, like: FileMetadata) -> ShardMetadata:
+        """Read what is of this rank; the rest was checked with that of another rank."""
+        made = copy(cls.from_dict(like))
+        for key in OF_RANK:
+            object.__setattr__(made, key, data.get(key, getattr(made, key)))
+        check_rank(made.rank, made.world_size)
+        _check_groups(made)
+        _check_checksums(made.fingerprints)
+        return made
+
+    @classmethod
+    def _read(cls, data: Any) -> ShardMetadata:
+        if typed(data, dict, "shard_metadata").get("format") != FORMAT:
+            raise CheckpointError(f"format is {shown(data.get('format'))}, expected {FORMAT!r}")
+        # First, as the version decides which other keys exist and what they mean.
+        version = item(data, "version", int, "")
+        _check_version(version)
+        later = _keys_of_version_2(data) if version > 1 else {}
+        if version > 2:
+            later["tensor_parts"] = item(data, "tensor_parts", int, "")
+        if version > 3:
+            later["step"] = _optional(item(data, "step", object, ""), int, "step")
+            later["job"] = _optional(item(data, "job", object, ""), str, "job")
+        return cls(
+            rank=item(data, "rank", int, ""),
+            world_size=item(data, "world_size", int, ""),
+            params=tuple(
+                ParamRecord.from_dict(record, f"params.{i}", version)
+                for i, record in enumerate(item(data, "params", list, ""))
+            ),
+            ties=_strings(item(data, "ties", dict, ""), "ties"),
+            buffers=_strings(item(data, "buffers", dict, ""), "buffers"),
+            version=version,
+            **later,
+        )
+
+
+def _keys_of_version_2(data: dict[str, Any]) -> dict[str, Any]:
+    groups, global_rank, optimizer = (
+        item(data, key, object, "") for key in ("groups", "global_rank", "optimizer")
+    )
+    return {
+        "groups": None if groups is None else _groups(groups),
+        "global_rank": _optional(global_rank, int, "global_rank"),
+        "optimizer": None if optimizer is None else OptimizerRecord.from_dict(optimizer),
+        "fingerprints": _strings(item(data, "fingerprints", dict, ""), "fingerprints"),
+    }
+
+
+def _optional(value: Any, kind: type[T], where: str) -> T | None:
+    return None if value is None else typed(value, kind, where)
+
+
+def _groups(data: Any) -> Groups:
+    return tuple(
+        tuple(typed(rank, int, f"groups.{i}") for rank in typed(group, list, f"groups.{i}"))
+        for i, group in enumerate(typed(data, list, "groups"))
+    )
+
+
+def _strings(data: dict[Any, Any], where: str) -> dict[str, str]:
+    return {typed(k, str, where): typed(v, str, f"{where}.{k}") for k, v in data.items()}
+
+
+def _check_version(version: int) -> None:
+    if version not in READABLE_VERSIONS:
+        readable = ", ".join(str(v) for v in READABLE_VERSIONS)
+        raise CheckpointError(
+            f"format version {version} is not known; this xla_fsdp reads version {readable}. "
+            f"Upgrade xla_fsdp to read this file."
+        )
+
+
+def _check_checksums(checksums: Mapping[str, str]) -> None:
+    for name, text in checksums.items():
+        if not is_checksum(text):
+            raise CheckpointError(
+                f"fingerprints: {name} {shown(text)} is not 'crc32:' and 8 digits of 0-9, a-f for "
+                f"each block"
+            )
+
+
+def _check_groups(metadata: ShardMetadata) -> None:
+    if metadata.groups is None:
+        return
+    refuse_repeated("groups: rank", (str(rank) for group in metadata.groups for rank in group))
+    if {len(group) for group in metadata.groups} != {metadata.world_size}:
+        raise CheckpointError(
+            f"groups: {shown(metadata.groups)} must all have {metadata.world_size} ranks, the "
+            f"world_size"
+        )
+    global_rank = metadata.global_rank
+    if global_rank is not None and all(g[metadata.rank] != global_rank for g in metadata.groups):
+        raise CheckpointError(
+            f"global_rank {global_rank} is not at place {metadata.rank} (the rank) of one of the "
+            f"groups {shown(metadata.groups)}"
+        )
+
+
+def _check_parts(metadata: ShardMetadata) -> None:
+    parts = metadata.tensor_parts
+    if parts < 1 or metadata.world_size % parts:
+        raise CheckpointError(
+            f"tensor_parts is {parts}, which must divide the world_size, {metadata.world_size}"
+        )
+    for record in metadata.params:
+        for member in record.members:
+            if member.tensor_dim is not None and member.shape[member.tensor_dim] % parts:
+                raise CheckpointError(
+                    f"{member.name}: dim {member.tensor_dim} of shape {member.shape} cannot be cut "
+                    f"into {parts} equal parts"
+                )
+        row = math.prod(record.members[0].local_shape(parts)[1:])
+        if record.by_rows and record.multiple != max(1, row):
+            raise CheckpointError(
+                f"{record.key}: is sharded by rows of {row} elements, but its multiple is "
+                f"{record.multiple}"
+            )
+
+
+def _check_states(metadata: ShardMetadata) -> None:
+    if metadata.optimizer is None:
+        return
+    keys = {record.key for record in metadata.params}
+    for key, state in metadata.optimizer.states.items():
+        if state.sharded and key not in keys:
+            raise CheckpointError(
+                f"optimizer.states.{key}: {state.sharded[0]} is sharded, but params has no {key}"
+            )
+
+
+# ---------------------------------------------------------------- steps
+
+# The small JSON files of a step, beside the files of the ranks: each has a format and a version.
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """The content of ``job.json``: which job saves where the file is.
+
+    In the directory of a run it names the job that may save there; in the folder of a step, the
+    save that the folder belongs to.
+
+    Args:
+        job: token of the job.
+        step: that it saves.
+        world_size: number of ranks in a sharding group.
+        rank: that wrote this file: it leads the ranks that see it.
+        replaced: tokens of the jobs from which it took the directory over, the last one last.
+    """
+
+    job: str
+    step: int
+    world_size: int
+    rank: int
+    replaced: Sequence[str] = ()
+
+    def to_bytes(self) -> bytes:
+        return _small_file("xla_fsdp job", 1, vars(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> JobRecord:
+        """Read the result of ``to_bytes``; raise ``CheckpointError``, with ``name``, if it is
+        malformed."""
+        with _named(name):
+            content = _content(data, "xla_fsdp job", (1,))
+            return cls(
+                job=item(content, "job", str, ""),
+                step=item(content, "step", int, ""),
+                world_size=item(content, "world_size", int, ""),
+                rank=item(content, "rank", int, ""),
+                replaced=_names(item(content, "replaced", list, ""), "replaced"),
+            )
+
+
+class FileRecord(NamedTuple):
+    """What a rank says of its file.
+
+    Args:
+        nbytes: size of the file.
+        digest: of its description (of a safetensors file: its header), which holds the checksums
+            of everything else. None in steps that were saved before there were digests.
+    """
+
+    nbytes: int
+    digest: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"bytes": self.nbytes, "digest": self.digest}
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str) -> FileRecord:
+        nbytes = item(typed(data, dict, where), "bytes", int, where)
+        return cls(nbytes, item(data, "digest", str, where))
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """The content of a small file by which a rank announces its file, or why there is none.
+
+    Args:
+        job: token of the job.
+        step: that was saved.
+        file: None if it could not be written.
+        problems: why it could not be written.
+    """
+
+    job: str
+    step: int
+    file: FileRecord | None
+    problems: tuple[str, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        file = None if self.file is None else self.file.to_dict()
+        content = {**vars(self), "file": file, "problems": list(self.problems)}
+        return _small_file("xla_fsdp file", 1, content)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Announcement:
+        """Read the result of ``to_bytes``; raise ``CheckpointError``, with ``name``, if it is
+        malformed."""
+        with _named(name):
+            content = _content(data, "xla_fsdp file", (1,))
+            file = item(content, "file", object, "")
+            return cls(
+                item(content, "job", str, ""),
+                item(content, "step", int, ""),
+                None if file is None else FileRecord.from_dict(file, "file"),
+                _names(item(content, "problems", list, ""), "problems"),
+            )
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The content of ``complete.json``, which marks a step as complete.
+
+    Args:
+        step: that was saved.
+        world_size: number of ranks in a sharding group.
+        files: every rank's file by name, as its rank announced it.
+        job: token of the job; None in version 1, which has no digests either.
+    """
+
+    step: int
+    world_size: int
+    files: dict[str, FileRecord]
+    job: str | None = None
+
+    def to_bytes(self) -> bytes:
+        """Return version 2."""
+        files = {name: file.to_dict() for name, file in self.files.items()}
+        return _small_file("xla_fsdp checkpoint", 2, {**vars(self), "files": files})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Marker:
+        """Read the result of ``to_bytes``, or version 1; ``name`` is the file's, for messages.
+
+        Raises:
+            CheckpointError: if it is malformed, or of another version.
+        """
+        with _named(name):
+            content = _content(data, "xla_fsdp checkpoint", (1, 2))
+            first = content["version"] == 1
+            files = item(content, "files", dict, "").items()
+            return cls(
+                item(content, "step", int, ""),
+                item(content, "world_size", int, ""),
+                {
+                    name: FileRecord(typed(file, int, f"files.{name}"))
+                    if first
+                    else FileRecord.from_dict(file, f"files.{name}")
+                    for name, file in files
+                },
+                None if first else item(content, "job", str, ""),
+            )
+
+
+def _small_file(name: str, version: int, content: Mapping[str, Any]) -> bytes:
+    return json.dumps({"format": name, "version": version, **content}, indent=1).encode()
+
+
+def _content(data: bytes, name: str, versions: tuple[int, ...]) -> dict[str, Any]:
+    content = typed(json.loads(data), dict, "content")
+    found, version = content.get("format"), content.get("version")
+    if found != name or version not in versions:
+        raise CheckpointError(
+            f"is {shown(found)} version {shown(version)}, expected {name!r} version {max(versions)}"
+        )
+    return content
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Turn whatever is wrong with a JSON file into one line that names it."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name}: {error}") from error
+
+
+def rank_file_name(rank: int, world_size: int, suffix: str) -> str:
+    return f"rank-{rank:05d}-of-{world_size:05d}.{suffix}"
+
+
+def digest_of_torch_file(metadata: Mapping[str, Any], values: str) -> str:
+    """Return the digest of the description of a ``.pth`` file.
+
+    Args:
+        metadata: ``ShardMetadata.to_dict()``.
+        values: JSON of the values beside the tensors.
+    """
+    return digest(json.dumps([metadata, values], sort_keys=True).encode())

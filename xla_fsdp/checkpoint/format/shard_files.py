@@ -1,0 +1,669 @@
+"""Find and open the files that the ranks saved.
+
+Invariants: opening runs no code from a file, and reads no tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from glob import escape, glob
+from typing import Any
+
+from xla_fsdp.checkpoint.errors import CheckpointError, listed, prefixed
+from xla_fsdp.checkpoint.files.checksum import digest, is_checksum, written
+from xla_fsdp.checkpoint.files.copying import VerifiedTensors, Verifier, verifying
+from xla_fsdp.checkpoint.files.json_values import unpack
+from xla_fsdp.checkpoint.files.safetensors_file import (
+    OWN_METADATA,
+    Entry,
+    Header,
+    header_bytes,
+    read_header,
+    shard_metadata_of,
+)
+from xla_fsdp.checkpoint.files.storage import Staging, fetch, is_url, open_storage, split_path
+from xla_fsdp.checkpoint.files.tensor_source import (
+    LOCAL,
+    ByteSource,
+    LocalFile,
+    RecentBlocks,
+    TensorSource,
+    full_path,
+    read_small_file,
+)
+from xla_fsdp.checkpoint.files.torch_file import SMALL_ARCHIVE, Archive, read_torch_file
+from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles, FileTensors, Moved
+from xla_fsdp.checkpoint.format.records import (
+    OF_RANK,
+    VALUE_PREFIX,
+    VALUES_KEY,
+    FileMetadata,
+    Marker,
+    StateEntry,
+    StateRecord,
+    digest_of_torch_file,
+    model_name,
+    state_name,
+)
+from xla_fsdp.checkpoint.steps.step_directory import MARKER, check_step, complete_attempts
+
+DEFAULT_SUFFIX = "*.pth"
+SAFETENSORS = ".safetensors"
+DCP_METADATA = ".metadata"  # the file that every directory of torch.distributed.checkpoint has
+
+MODEL_PREFIX = model_name("")
+_OPTIMIZER_PREFIX = state_name("", "").rstrip("/") + "/"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a model.
+
+    Args:
+        source: path of its file, or another name for messages.
+        state_dict: with a ``TensorSource`` in place of every tensor.
+        metadata: result of ``model.get_shard_metadata()``, not checked yet.
+        optimizer: tensors of optimizer state by ``format.state_name``.
+        others: all other tensors of the file, by name.
+        notes: further metadata in the header of a safetensors file; in both kinds of files, the
+            JSON of values beside the tensors under ``VALUES_KEY``.
+        digest: of the file's description; None if it was not read from one.
+        verified: whether whatever is read is verified, without checksums that are listed.
+        copy: that was made of a remote file, and is deleted with the shard.
+        left_behind: what else is there, and is not read.
+        layout: of a safetensors file; the same object in shards whose files are laid out alike.
+        file: that safetensors file.
+        alike: the files of all ranks, if they are laid out alike and are read together.
+    """
+
+    source: str
+    state_dict: Mapping[str, Any]
+    metadata: Any
+    optimizer: Mapping[str, TensorSource] = field(default_factory=dict)
+    others: Mapping[str, TensorSource] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    digest: str | None = None
+    verified: bool = False
+    copy: Any = field(default=None, repr=False, compare=False)
+    left_behind: tuple[str, ...] = ()
+    layout: Layout | None = field(default=None, repr=False, compare=False)
+    file: AlikeFile | None = field(default=None, repr=False, compare=False)
+    alike: AlikeFiles | None = field(default=None, repr=False, compare=False)
+
+    def tensors(self) -> Iterator[tuple[str, TensorSource]]:
+        """Yield every tensor of the shard by its name in a file."""
+        for key, value in self.state_dict.items():
+            if isinstance(value, TensorSource):
+                yield model_name(key), value
+        yield from self.optimizer.items()
+        yield from self.others.items()
+
+    def tensor(self, name: str) -> TensorSource | None:
+        """Return a tensor by its name in a file; None if there is none."""
+        key = name.removeprefix(MODEL_PREFIX)
+        if key != name:
+            return self.state_dict.get(key)
+        return self.optimizer.get(name) or self.others.get(name)
+
+    def states(self, key: str, record: StateRecord) -> dict[str, StateEntry]:
+        """Return the optimizer states of ``key``, whose record is ``record``."""
+        return record.entries(lambda name: self.optimizer[state_name(key, name)])
+
+
+def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
+    """Return the full paths of the shard files of one checkpoint, sorted.
+
+    Args:
+        ckpt_prefix: start of their paths, taken literally, or as a pattern if that matches nothing;
+            or a directory: of ``save_checkpoint`` (the newest complete step is returned), of a
+            step, of torch.distributed.checkpoint (returned as one path), or with any shard files.
+        ckpt_suffix: pattern for the rest of their paths. A directory as ``ckpt_prefix`` is searched
+            for ``.pth`` and ``.safetensors`` files if this is ``DEFAULT_SUFFIX``.
+
+    Raises:
+        CheckpointError: if a step is not complete, or no prefix and no pattern is given.
+    """
+    if is_url(ckpt_prefix):
+        return _find_remote(ckpt_prefix, ckpt_suffix)
+    if ckpt_suffix == DEFAULT_SUFFIX:
+        full_path(ckpt_prefix, "ckpt_prefix")  # raises if that is empty
+    found = _find_local(_local(ckpt_prefix), ckpt_suffix)
+    return [full_path(path) for path in found]
+
+
+def _find_local(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
+    if not _is_directory(ckpt_prefix, ckpt_suffix):
+        return sorted(glob(escape(ckpt_prefix) + ckpt_suffix) or glob(ckpt_prefix + ckpt_suffix))
+    if os.path.exists(os.path.join(ckpt_prefix, DCP_METADATA)):
+        return [ckpt_prefix]
+    if attempts := complete_attempts(open_storage(ckpt_prefix)):
+        return _files_of_step(os.path.join(ckpt_prefix, attempts[-1].folder))
+    if os.path.exists(os.path.join(ckpt_prefix, MARKER)):
+        return _files_of_step(ckpt_prefix)
+    if dirs := glob(os.path.join(escape(ckpt_prefix), "pytorch_model_fsdp_*", DCP_METADATA)):
+        return sorted(map(os.path.dirname, dirs))  # of accelerate
+    folder = os.path.join(escape(ckpt_prefix), "")
+    return sorted(glob(f"{folder}*.pth") + glob(f"{folder}*{SAFETENSORS}"))
+
+
+def _find_remote(url: str, suffix: str) -> list[str]:
+    """Return what ``find_files`` does for a URL, whose last part is no pattern."""
+    url = url.rstrip("/") if suffix == DEFAULT_SUFFIX else url
+    storage = open_storage(url)
+    names = storage.names() if suffix == DEFAULT_SUFFIX else []
+    if not names:
+        folder, start = split_path(url)
+        pattern = escape(start) + suffix
+        return [
+            os.path.join(folder, n) for n in open_storage(folder).names() if fnmatchcase(n, pattern)
+        ]
+    if DCP_METADATA in storage.sizes(""):
+        return [url]
+    if attempts := complete_attempts(storage):
+        return _files_of_step(f"{url}/{attempts[-1].folder}")
+    if MARKER in names:
+        return _files_of_step(url)
+    return [f"{url}/{name}" for name in names if name.endswith((".pth", SAFETENSORS))]
+
+
+def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> str:
+    """Return a text for the user on the shard files that ``find_files`` found.
+
+    Args:
+        paths: of the shard files.
+        ckpt_prefix: as given to ``find_files``.
+        ckpt_suffix: as given to ``find_files``.
+    """
+    count = f"{len(paths)} checkpoint file{'s' if len(paths) > 1 else ''}"
+    if not _is_directory(ckpt_prefix, ckpt_suffix):
+        return f"{count} in {ckpt_prefix}{ckpt_suffix}"
+    if list(paths) == [full_path(ckpt_prefix)]:
+        return f"a directory of torch.distributed.checkpoint in {ckpt_prefix}"
+    folder, _ = split_path(paths[0])
+    kinds = dict.fromkeys(os.path.splitext(path)[1] for path in paths)
+    found = f"{count} ({' and '.join(kinds)}) in {folder}"
+    if not has_marker(folder):
+        return found
+    return f"{found}, step {read_marker_file(folder).step}"
+
+
+def nothing_found(ckpt_prefix: str, ckpt_suffix: str) -> str:
+    """Return the error message if ``find_files`` finds nothing."""
+    if not is_url(ckpt_prefix) and os.path.isfile(_local(ckpt_prefix)):
+        return (
+            f"{ckpt_prefix}: is one file, and no prefix of shard files; "
+            f"'inspect {ckpt_prefix}' shows what is in it"
+        )
+    if _is_directory(ckpt_prefix, ckpt_suffix):
+        return f"{ckpt_prefix}: holds no complete step and no shard file"
+    if ckpt_suffix != DEFAULT_SUFFIX:
+        return f"no shard file matches {ckpt_prefix}{ckpt_suffix}"
+    above, _ = split_path(full_path(ckpt_prefix).rstrip("/"))
+    steps = [attempt.folder for attempt in complete_attempts(open_storage(above))]
+    there = f"; complete in {above}: {listed(steps, len(steps))}" if steps else ""
+    return (
+        f"no shard file matches {ckpt_prefix}{ckpt_suffix}, and there is no directory "
+        f"{ckpt_prefix}{there}"
+    )
+
+
+def _is_directory(ckpt_prefix: str, ckpt_suffix: str) -> bool:
+    if ckpt_suffix != DEFAULT_SUFFIX:
+        return False
+    return bool(
+        open_storage(ckpt_prefix).names()
+        if is_url(ckpt_prefix)
+        else os.path.isdir(_local(ckpt_prefix))
+    )
+
+
+def _local(path: str) -> str:
+    return os.path.expanduser(path.removeprefix(LOCAL))
+
+
+def has_marker(folder: str) -> bool:
+    """Return whether a folder is a step's directory, and complete."""
+    if is_url(folder):
+        return open_storage(folder).find(MARKER) is not None
+    return os.path.exists(os.path.join(folder, MARKER))
+
+
+def read_marker_file(folder: str) -> Marker:
+    """Read the marker in a step's directory; raise ``CheckpointError`` if it is malformed."""
+    name = os.path.join(folder, MARKER)
+    data = open_storage(folder).read(MARKER) if is_url(folder) else read_small_file(name)
+    marker = Marker.from_bytes(data, name)
+    own = folder if is_url(folder) else os.path.abspath(folder)
+    check_step(marker, os.path.basename(own), name)
+    return marker
+
+
+def _files_of_step(folder: str) -> list[str]:
+    files = read_marker_file(folder).files
+    if strange := [name for name in files if os.path.basename(name) != name or name in ("", "..")]:
+        raise CheckpointError(
+            f"{os.path.join(folder, MARKER)}: {strange[0]!r} is not the name of a file in its "
+            f"directory"
+        )
+    return [os.path.join(folder, name) for name in sorted(files)]
+
+
+# ---------------------------------------------------------------- opening
+
+
+def open_safetensors(file: ByteSource, name: str, like: Shard | None = None) -> Shard:
+    """Open the shard in a safetensors file; reads its header only.
+
+    Args:
+        file: local or remote.
+        name: of the file, for messages.
+        like: the shard in another rank's file, with which this one shares what is equal in both.
+
+    Raises:
+        CheckpointError: with lines that name the file, if it is malformed or no shard file.
+    """
+    known = like.layout if like is not None else None
+    if isinstance(known, SafetensorsLayout) and (twin := known.twin(file, name)):
+        return twin
+    header = read_header(file, name)
+    try:
+        metadata = FileMetadata(shard_metadata_of(header))
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    notes = {key: text for key, text in header.metadata.items() if key not in OWN_METADATA}
+    checksums = _checksums(metadata)
+    layout = SafetensorsLayout(file, header, metadata, notes)
+    return layout.shard(file, name, metadata, checksums, notes, header.digest)
+
+
+class Layout:
+    """What files that are alike have in common.
+
+    Args:
+        entries: of all tensors, by name in a file.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self.entries = entries
+        kinds = (MODEL_PREFIX, _OPTIMIZER_PREFIX)
+        self._model = {
+            n.removeprefix(MODEL_PREFIX): e for n, e in entries.items() if n.startswith(kinds[0])
+        }
+        self._optimizer = {n: e for n, e in entries.items() if n.startswith(kinds[1])}
+        self._others = {n: e for n, e in entries.items() if not n.startswith(kinds)}
+
+    def shard(
+        self,
+        file: ByteSource,
+        name: str,
+        metadata: FileMetadata,
+        checksums: Mapping[str, str],
+        notes: Mapping[str, str],
+        digest: str | None,
+    ) -> Shard:
+        """Return the shard in a file that is alike."""
+        return Shard(
+            name,
+            FileTensors(file, name, self._model, MODEL_PREFIX, checksums),
+            metadata,
+            FileTensors(file, name, self._optimizer, "", checksums),
+            FileTensors(file, name, self._others, "", checksums),
+            notes,
+            digest,
+            layout=self,
+            file=AlikeFile(name, file, self.entries, checksums),
+        )
+
+
+class SafetensorsLayout(Layout):
+    """The layout of safetensors files.
+
+    Args:
+        file: the first of them.
+        header: of that file.
+        metadata: of that file.
+        notes: further metadata in the header.
+    """
+
+    def __init__(
+        self, file: ByteSource, header: Header, metadata: FileMetadata, notes: Mapping[str, str]
+    ) -> None:
+        super().__init__(header.entries)
+        self._file, self._header = file, header
+        self._metadata, self._notes = metadata, notes
+        self._fixed = b""
+
+    def twin(self, file: ByteSource, name: str) -> Shard | None:
+        """Return the shard in a file whose header differs only in the rank and the checksums, which
+        takes a fiftieth of the time of reading all of it; None if it differs in more."""
+        if not self._fixed:
+            # Not the file's own text if a name looks like a checksum, or there are none.
+            self._fixed, own, checksums = _divided(header_bytes(self._file))
+            known = [self._metadata.get(key, -1) for key in OF_RANK[:2]]
+            known.append(self._notes.get(VALUES_KEY, -1))
+            if own != known or checksums != list(_checksums(self._metadata).values()):
+                self._fixed = b"-"
+        try:
+            data = header_bytes(file)
+        except CheckpointError as error:
+            raise prefixed(error, name) from error
+        try:
+            fixed, (*ranks, values), checksums = _divided(data)
+        except (ValueError, RecursionError):  # damaged; reading all of it tells how
+            return None
+        moved = Moved(file, len(data) - self._header.data_start)
+        if fixed != self._fixed or moved.nbytes != self._header.file_size:
+            return None
+        sums = dict(zip(self._metadata["fingerprints"], checksums, strict=True))
+        of_rank = {k: v for k, v in zip(OF_RANK, (*ranks, sums), strict=True) if v != -1}
+        notes = self._notes if values == -1 else {**self._notes, VALUES_KEY: values}
+        metadata = FileMetadata(of_rank, self._metadata)
+        return self.shard(moved, name, metadata, sums, notes, digest(data))
+
+
+_CHECKSUM = re.compile(rb"(crc32:[0-9a-f]{8,})")
+_OF_RANK = (
+    re.compile(rb'\\"rank\\": ?(\d{1,9})'),
+    re.compile(rb'\\"global_rank\\": ?(\d{1,9}|null)'),
+    re.compile(rb'"%s": ?("(?:[^"\\]|\\.)*")' % re.escape(VALUES_KEY.encode())),
+)
+
+
+def _divided(header: bytes) -> tuple[bytes, list[Any], list[str]]:
+    """Divide a header into what is equal on all ranks; the rank, the global rank and the text of
+    values, each -1 where there is not one of it; and checksums."""
+    parts = _CHECKSUM.split(header[8:].rstrip(b" "))
+    fixed, own = b"crc32".join(parts[::2]), []
+    for pattern in _OF_RANK:
+        around = pattern.split(fixed)
+        own.append(json.loads(around[1]) if len(around) == 3 else -1)
+        fixed = b"own".join(around[::2])
+    return fixed, own, [text.decode() for text in parts[1::2]]
+
+
+def _checksums(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return those in metadata, which may be malformed."""
+    known = metadata.get("fingerprints")
+    pairs = known.items() if isinstance(known, Mapping) else ()
+    return {name: text for name, text in pairs if isinstance(text, str) and is_checksum(text)}
+
+
+def _checksum(metadata: Any, name: str, default: str | None) -> str | None:
+    """Return a tensor's checksum from metadata, which may be malformed; or else ``default``."""
+    known = metadata.get("fingerprints") if isinstance(metadata, Mapping) else None
+    text = known.get(name) if isinstance(known, Mapping) else None
+    return text if isinstance(text, str) and is_checksum(text) else default
+
+
+def open_torch(path: str, like: Shard | None = None) -> Shard:
+    """Open the shard in a torch file on this machine.
+
+    Args:
+        path: of the file.
+        like: the shard in another rank's file, with which this one shares what is equal in both.
+
+    Raises:
+        CheckpointError: with lines that name the file: it cannot be read, would run code, or lacks
+            the model or the metadata.
+    """
+    known = like.layout if like is not None else None
+    if isinstance(known, TorchLayout) and (twin := known.twin(path)):
+        return twin
+    checkpoint = read_torch_file(path)
+    if not isinstance(checkpoint, dict):
+        found = f"a {type(checkpoint).__name__}"
+    elif missing := [key for key in ("model", "shard_metadata") if key not in checkpoint]:
+        found = f"a dict without {' and '.join(repr(key) for key in missing)}"
+    elif not isinstance(checkpoint["model"], Mapping):
+        found = f"a {type(checkpoint['model']).__name__} under 'model'"
+    elif not all(isinstance(key, str) for key in checkpoint["model"]):
+        found = "names that are no strings under 'model'"
+    else:
+        shard = _torch_shard(path, checkpoint)
+        layout = TorchLayout.of(shard)
+        if layout is None:
+            return shard
+        sums = {name: t.checksum for name, t in shard.tensors() if t.checksum is not None}
+        file = AlikeFile(path, LocalFile(path), layout.entries, sums)
+        return replace(shard, layout=layout, file=file)
+    raise CheckpointError(
+        f"{path}: not a shard file: it holds {found}; expected a dict with 'model' and "
+        f"'shard_metadata'. Narrow ckpt_prefix or ckpt_suffix if it does not belong here."
+    )
+
+
+class TorchLayout(Layout):
+    """The layout of torch files, whose pickles differ in the rank only; use ``of``."""
+
+    _RANK = re.compile(rb"X\x04\0\0\0rank(?:q.|r....)K(.)", re.DOTALL)  # a key, and its value
+
+    def __init__(self, first: Shard, entries: Mapping[str, Entry]) -> None:
+        super().__init__(entries)
+        self._first = first
+        self._archive: Archive | None = None
+        self._rest: list[bytes] = []
+        self._records: dict[str, int] = {}  # whose CRC-32s are the checksums of tensors
+
+    @classmethod
+    def of(cls, shard: Shard) -> TorchLayout | None:
+        """Return the layout of a file; None if it is too large or holds what others cannot share
+        (tensors that are not contiguous, or values beside them)."""
+        small = os.path.getsize(shard.source) <= SMALL_ARCHIVE
+        metadata = shard.metadata
+        if not small or not isinstance(metadata, dict) or "fingerprints" in metadata:
+            return None
+        if not all(isinstance(value, TensorSource) for value in shard.state_dict.values()):
+            return None
+        entries = {}
+        for name, tensor in shard.tensors():
+            identity = tensor.identity if tensor.spec.nbytes else (shard.source, 0, tensor.spec)
+            if not isinstance(identity, tuple) or len(identity) != 3:
+                return None
+            entries[name] = Entry(tensor.spec, identity[1])
+        return None if shard.others or shard.notes else cls(shard, entries)
+
+    def twin(self, path: str) -> Shard | None:
+        """Return the shard in a file that differs only in the rank and the tensors; None if it
+        differs in more, or cannot be read."""
+        try:
+            self._prepare()
+            assert self._archive is not None
+            found = self._archive.twin(path)
+        except Exception:  # as for ``read_torch``, which then tells what is wrong
+            return None
+        if found is None:
+            return None
+        crcs, data = found
+        rest = self._RANK.split(data)
+        if rest[::2] != self._rest or len(rest) != 3:
+            return None
+        sums = {name: written(int(crcs[record])) for name, record in self._records.items()}
+        metadata = FileMetadata({"rank": rest[1][0]}, self._metadata)
+        return self.shard(LocalFile(path), path, metadata, sums, {}, None)
+
+    def _prepare(self) -> None:
+        if self._archive is not None:
+            return
+        self._archive = archive = Archive(self._first.source)
+        self._metadata = FileMetadata(self._first.metadata)
+        rest = self._RANK.split(archive.pickle)
+        if len(rest) == 3 and rest[1] == bytes([self._metadata["rank"]]):
+            self._rest = rest[::2]
+        known = {start: index for index, start in enumerate(archive.starts)}
+        self._records = {
+            name: known[entry.start]
+            for (name, tensor), entry in zip(
+                self._first.tensors(), self.entries.values(), strict=True
+            )
+            if tensor.checksum is not None
+        }
+
+
+def open_remote_torch(url: str) -> Shard:
+    """Open the shard in a torch file at a URL, of which it makes a local copy."""
+    copy = Staging()
+    path = fetch(url, copy.path)
+    try:
+        shard = open_torch(path)
+    except CheckpointError as error:
+        lines = [line.replace(path, url) for line in error.problems]
+        raise CheckpointError(lines) from error
+    return replace(shard, source=url, copy=copy)
+
+
+def _torch_shard(path: str, checkpoint: Mapping[str, Any]) -> Shard:
+    metadata, (values, tensors) = checkpoint["shard_metadata"], _values(checkpoint.get("values"))
+
+    def with_checksum(name: str, value: Any) -> Any:
+        if not isinstance(value, TensorSource):
+            return value
+        return replace(value, checksum=_checksum(metadata, name, value.checksum))
+
+    return Shard(
+        path,
+        {key: with_checksum(model_name(key), v) for key, v in checkpoint["model"].items()},
+        metadata,
+        {name: with_checksum(name, t) for name, t in _states(checkpoint.get("optimizer"))},
+        {name: with_checksum(name, t) for name, t in tensors.items()},
+        {} if values is None else {VALUES_KEY: values},
+        _digest(metadata, values or ""),
+    )
+
+
+def _values(values: Any) -> tuple[str | None, dict[str, TensorSource]]:
+    """Return the JSON and the tensors of values beside model and optimizer."""
+    saved = values if isinstance(values, Mapping) else {}
+    text, tensors = saved.get("json"), saved.get("tensors")
+    if not isinstance(text, str) or not isinstance(tensors, list):
+        return None, {}
+    named = {f"{VALUE_PREFIX}{i}": t for i, t in enumerate(tensors) if isinstance(t, TensorSource)}
+    return text, named
+
+
+def _digest(metadata: Any, values: str) -> str | None:
+    try:
+        return digest_of_torch_file(metadata, values)
+    except (TypeError, ValueError, RecursionError):  # torch_xla's metadata is no JSON
+        return None
+
+
+def values_of(shard: Shard) -> Any:
+    """Return the values that were saved beside model and optimizer; ``{}`` if there are none.
+
+    Raises:
+        CheckpointError: if they are damaged.
+    """
+    try:
+        packed = json.loads(shard.notes.get(VALUES_KEY, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{shard.source}: {VALUES_KEY} is not JSON: {error}") from error
+    count = sum(name.startswith(VALUE_PREFIX) for name in shard.others)
+    names = [f"{VALUE_PREFIX}{index}" for index in range(count)]
+    if absent := [name for name in names if name not in shard.others]:
+        raise CheckpointError(f"{shard.source}: {absent[0]} is missing")
+    try:
+        return unpack(packed, [shard.others[name].load() for name in names])
+    except CheckpointError as error:
+        raise prefixed(error, shard.source) from error
+
+
+def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:
+    """Yield the tensors of ``{"state": {key: {state: tensor}}}`` by their names in a file.
+
+    Entries under indices, as in the state dict of a torch optimizer, are ignored.
+    """
+    states = optimizer.get("state") if isinstance(optimizer, Mapping) else None
+    for key, state in states.items() if isinstance(states, Mapping) else ():
+        for name, value in state.items() if isinstance(state, Mapping) else ():
+            if isinstance(value, TensorSource) and isinstance(key, str) and isinstance(name, str):
+                yield state_name(key, name), value
+
+
+def verified_shard(shard: Shard, recent: RecentBlocks) -> Shard:
+    """Return the same shard; reading what is damaged raises ``CheckpointError``."""
+    return replace(
+        shard,
+        state_dict=VerifiedTensors(shard.source, shard.state_dict, recent),
+        optimizer=VerifiedTensors(shard.source, shard.optimizer, recent),
+        others=VerifiedTensors(shard.source, shard.others, recent),
+    )
+
+
+def of_all(shards: Sequence[Shard], name: str, own: Callable[[Shard], Any]) -> Sequence[Any]:
+    """Return a tensor of every shard.
+
+    Args:
+        shards: in rank order.
+        name: of the tensor in a file.
+        own: returns the tensor of a shard.
+    """
+    alike = shards[0].alike
+    if alike is not None and alike.is_small(name):
+        return alike.tensor(name)
+    return _OfAll(shards, own)
+
+
+class _OfAll(Sequence[Any]):
+    """As ``of_all`` returns them; each is asked for when it is needed."""
+
+    def __init__(self, shards: Sequence[Shard], own: Callable[[Shard], Any]) -> None:
+        self._shards, self._own = shards, own
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return _OfAll(self._shards[index], self._own)
+        return self._own(self._shards[index])
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+
+def are_alike(shards: Sequence[Shard]) -> bool:
+    """Whether the files of these shards are laid out alike."""
+    return shards[0].layout is not None and all(s.layout is shards[0].layout for s in shards)
+
+
+def verifying_shards(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
+    """Return the same shards, reading through verifiers of their tensors' checksums."""
+    if len(shards) > 1 and are_alike(shards):
+        return _verifying_alike(shards)
+    return _verifying_each(shards)
+
+
+def _verifying_each(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
+    same: list[Shard] = []
+    verifiers: list[Verifier] = []
+    for shard in shards:
+        known = {k: v for k, v in shard.state_dict.items() if isinstance(v, TensorSource)}
+        model, of_model = verifying(shard.source, known)
+        optimizer, of_optimizer = verifying(shard.source, shard.optimizer)
+        others, of_others = verifying(shard.source, shard.others)
+        state_dict = {key: model.get(key, value) for key, value in shard.state_dict.items()}
+        same.append(replace(shard, state_dict=state_dict, optimizer=optimizer, others=others))
+        verifiers += of_model + of_optimizer + of_others
+    return same, verifiers
+
+
+def _verifying_alike(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
+    """As ``verifying_shards``; small tensors are read, and verified, for all ranks together."""
+    files = [shard.file for shard in shards if shard.file is not None]
+    alike = AlikeFiles(files[0].entries, files)
+    same, verifiers = _verifying_each(shards[:1])
+    same[0] = replace(same[0], alike=alike)
+    for rank, shard in enumerate(shards[1:], 1):
+        large = alike.large(rank)
+        model, of_model = verifying(
+            shard.source,
+            {n.removeprefix(MODEL_PREFIX): t for n, t in large.items() if n not in shard.optimizer},
+        )
+        optimizer, of_optimizer = verifying(
+            shard.source, {n: t for n, t in large.items() if n in shard.optimizer}
+        )
+        verifiers += of_model + of_optimizer
+        same.append(replace(shard, state_dict=model, optimizer=optimizer, others={}))
+    return same, [alike, *verifiers]

@@ -1,0 +1,1 @@
+"""Directories of steps: saved so that a crash leaves the last one, and loaded."""

@@ -1,0 +1,1 @@
+"""The TPU compiler, asked without a TPU."""

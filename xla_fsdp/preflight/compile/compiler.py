@@ -1,0 +1,354 @@
+"""Compile programs for a TPU topology, in a child process with a memory limit.
+
+Results are cached on disk, by a digest of the program, topology, flags and compiler version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from xla_fsdp.preflight.topologies import GIB, Topology
+from xla_fsdp.preflight.trace.program import Program
+
+POLL_SECONDS = 0.1
+
+INSTALL = "pip install 'xla_fsdp[preflight]'"
+
+
+class CompileError(RuntimeError):
+    """The TPU compiler refused a program, or needed more host memory than allowed."""
+
+
+class _FailsAgainError(CompileError):
+    """A failure of the program, not of this machine: kept in the cache.
+
+    Args:
+        reason: what is told.
+        max_host_mem: the limit in bytes that was too low, if that is the reason.
+    """
+
+    def __init__(self, reason: str, max_host_mem: int | None = None) -> None:
+        super().__init__(reason)
+        self.max_host_mem = max_host_mem
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes of HBM that the compiler sets aside for a program's buffers, per rank."""
+
+    arguments: int  # inputs with padding; results may reuse their memory
+    outputs: int  # results that do not reuse an input's memory
+    temporaries: int  # everything else, also constants
+    on_host: int  # in the host's memory, not in HBM
+
+
+@dataclass(frozen=True)
+class Compiled(Buffers):
+    """A compiled program; sizes in bytes per rank."""
+
+    text: str  # the optimized, scheduled module
+    code: int  # the program itself, which lies in HBM, too; 0 if the compiler refused it
+    too_large_by: int  # bytes that a chip lacks, if the compiler refused the program as too large
+    seconds: float  # duration of compilation
+    cpu_seconds: float  # CPU time of compilation
+    peak_host_bytes: int  # host memory needed for compilation
+
+    @property
+    def peak(self) -> int:
+        """Bytes of HBM that the program needs: all its buffers, and its code."""
+        return self.arguments + self.outputs + self.temporaries + self.code
+
+
+def compile_program(
+    program: Program,
+    topology: Topology,
+    *,
+    max_host_mem: int = 10 * GIB,
+    cache_dir: Path | None = None,
+    flags: str = "",
+    progress: Callable[[float], None] | None = None,
+) -> Compiled:
+    """Compile for every rank of ``topology``.
+
+    Args:
+        program: the program of one rank, or one that the compiler is to partition.
+        topology: the slices to compile for.
+        max_host_mem: bytes of host memory that the compiler may use.
+        cache_dir: folder of compiled programs (default: in the user's cache folder).
+        flags: more compiler flags, as in ``LIBTPU_INIT_ARGS``.
+        progress: called with the seconds passed, about ten times a second.
+
+    Raises:
+        CompileError: if the compiler refuses, needs too much memory or is not installed.
+    """
+    check_installed()
+    if not program.partition_order:  # JAX adds no flags to its programs, torch_xla does
+        flags = f"{topology.init_args} {flags}".strip()
+    entry = (cache_dir or _default_cache_dir()) / f"{_key(program, topology, flags)}.json.gz"
+    if (known := _read(entry)) is not None:
+        return known
+    failure = entry.with_name(f"{entry.name.partition('.')[0]}.failed")
+    if reason := _known_failure(failure, max_host_mem):
+        raise CompileError(f"{reason} (kept from an earlier run, in {failure})")
+    try:
+        compiled = _compile(program, topology, flags, max_host_mem, progress)
+    except _FailsAgainError as error:
+        facts = {"reason": str(error), "max_host_mem": error.max_host_mem}
+        _write(failure, lambda path: path.write_text(json.dumps(facts)))
+        raise
+    _write(entry, lambda path: _write_compressed(path, compiled))
+    return compiled
+
+
+def _compile(
+    program: Program,
+    topology: Topology,
+    flags: str,
+    max_host_mem: int,
+    progress: Callable[[float], None] | None,
+) -> Compiled:
+    with tempfile.TemporaryDirectory(prefix="preflight-") as name:
+        folder = Path(name)
+        _write_request(folder, program, topology)
+        try:
+            _run_child(folder, compiler_environment(topology, flags), max_host_mem, progress)
+        except CompileError as error:
+            # If a program is too large, the child writes an error before it tries a second time.
+            if not (folder / "result.json").exists():
+                raise
+            # Not kept: with more memory there may be a report on it.
+            raise CompileError(_refusal(_result_in(folder)["error"])) from error
+        return _read_result(folder)
+
+
+def check_installed() -> None:
+    """Raise CompileError if the TPU compiler is not installed."""
+    missing = [name for name in ("jax", "libtpu") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CompileError(
+            f"the TPU compiler is not installed ({', '.join(missing)}): {INSTALL}, with Python "
+            f"3.11 or 3.12, for which its packages are made"
+        )
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def _default_cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "xla_fsdp" / "preflight"
+
+
+def _key(program: Program, topology: Topology, flags: str) -> str:
+    versions = [importlib.metadata.version(name) for name in ("libtpu", "jaxlib")]
+    facts = [program.digest, topology.name, flags, *versions]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _read(entry: Path) -> Compiled | None:
+    try:
+        with gzip.open(entry, "rt") as file:
+            return Compiled(**json.load(file))
+    except (OSError, ValueError, TypeError, EOFError):
+        return None  # absent, cut off, or of another version: compiled again
+
+
+def _known_failure(entry: Path, max_host_mem: int) -> str:
+    """Return why compilation failed before and will again; empty if that is not known."""
+    try:
+        facts = json.loads(entry.read_text())
+        limit = facts["max_host_mem"]
+        return facts["reason"] if limit is None or max_host_mem <= limit else ""
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
+
+
+def _write(entry: Path, write: Callable[[Path], object]) -> None:
+    with contextlib.suppress(OSError):  # a read-only home is no reason to fail
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        # Under another name first, so that nobody reads half a file.
+        fresh = entry.with_name(f"{entry.name}.{os.getpid()}")
+        write(fresh)
+        fresh.replace(entry)
+
+
+def _write_compressed(path: Path, compiled: Compiled) -> None:
+    with gzip.open(path, "wt", compresslevel=3) as file:
+        json.dump(asdict(compiled), file)
+
+
+# ---------------------------------------------------------------- the child process
+
+
+def _write_request(folder: Path, program: Program, topology: Topology) -> None:
+    request = {
+        "topology": topology.slice_name,
+        "slices": topology.slices,
+        "chip_config": topology.chip.config,
+        "coords": topology.coords,
+        "aliases": program.aliases,
+        "partition_order": program.partition_order,
+    }
+    (folder / "request.json").write_text(json.dumps(request))
+    (folder / "program.pb").write_bytes(program.hlo)
+
+
+def compiler_environment(topology: Topology, flags: str = "") -> dict[str, str]:
+    """Return environment variables with which the TPU compiler works without a TPU."""
+    unwanted = ("PJRT_DEVICE", "XLA_FLAGS", "TPU_MEGACORE")
+    inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
+    return {
+        **inherited,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": topology.chip.accelerator,
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LIBTPU_INIT_ARGS": flags,
+    }
+
+
+def _run_child(
+    folder: Path,
+    environment: dict[str, str],
+    max_host_mem: int,
+    progress: Callable[[float], None] | None,
+) -> None:
+    module = f"{__package__}.compile_child"
+    command = [sys.executable, "-m", module, str(folder), str(os.getpid())]
+    with (folder / "log").open("wb") as log:
+        child = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            _watch(child, max_host_mem, progress)
+        finally:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+    if not child.returncode or (folder / "result.json").exists():
+        return
+    if -child.returncode == signal.SIGKILL:
+        raise CompileError(
+            "the TPU compiler was killed, as the system does when memory runs out: free some, or "
+            "lower max_host_mem or the number of jobs. It is tried again in the next run"
+        )
+    tail = (folder / "log").read_text(errors="replace")[-2000:]
+    raise CompileError(
+        f"the TPU compiler ended with exit code {child.returncode}; its last lines:\n{tail}"
+    )
+
+
+def _watch(
+    child: subprocess.Popen[bytes], max_host_mem: int, progress: Callable[[float], None] | None
+) -> None:
+    started = time.monotonic()
+    with contextlib.suppress(OSError):  # if memory runs out, the system should kill the child first
+        Path(f"/proc/{child.pid}/oom_score_adj").write_text("1000")
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(POLL_SECONDS)
+            return
+        if _resident_bytes(child.pid) > max_host_mem:
+            raise _FailsAgainError(
+                f"compiling takes more than the {max_host_mem / GIB:.1f} GiB of host memory that "
+                f"it may (after {time.monotonic() - started:.0f} s). Raise max_host_mem, or make "
+                f"the program smaller",
+                max_host_mem,
+            )
+        if progress is not None:
+            progress(time.monotonic() - started)
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):  # the child has ended
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read_result(folder: Path) -> Compiled:
+    result = _result_in(folder)
+    if "error" in result:
+        refused = result["error"].startswith(_COMPILERS_OWN)
+        raise (_FailsAgainError if refused else CompileError)(_refusal(result["error"]))
+    try:
+        buffers = assigned_buffers(folder / "dump")
+    except FileNotFoundError as error:
+        raise CompileError(str(error)) from error
+    return Compiled(**asdict(buffers), **result, text=(folder / "optimized.txt").read_text())
+
+
+def _result_in(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+_COMPILERS_OWN = ("XlaRuntimeError", "JaxRuntimeError")
+"""Types of errors that are the compiler's; others may be this machine's."""
+
+
+def _refusal(reason: str) -> str:
+    message = f"the TPU compiler refused the program: {reason}"
+    if "layout for this output is not set to host memory" not in reason:
+        return message
+    return (
+        f"{message}\nWhat offload_activations leaves on the host cannot outlive its program, so a "
+        f"forward and its backward are to be in one: leave out the sync between them, or what "
+        f"reads a value there; and what has no backward runs under torch.no_grad()"
+    )
+
+
+# ---------------------------------------------------------------- the compiler's buffer assignment
+# Figures are read from the dumped buffer assignment, not from the executable's memory statistics.
+# Those count bytes lost to fragmentation twice among the temporaries (many, where there are loops)
+# and include on-chip memory. The assignment adds up to the size in the compiler's out-of-memory
+# errors.
+
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
+_NOT_IN_HBM = re.compile(r", color [1-9]|, thread-local")  # HBM has color 0, which is left out
+_ON_HOST = ", color 5,"
+
+
+def assigned_buffers(dump: Path) -> Buffers:
+    """Read the sizes in the buffer assignment, the largest if several, that is in folder ``dump``.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    found = [_assigned(path.read_text()) for path in dump.glob("*buffer-assignment.txt")]
+    if not found:
+        raise FileNotFoundError(f"the compiler left no assignment of buffers in {dump}")
+    return max(found, key=lambda each: each.arguments + each.outputs + each.temporaries)
+
+
+def _assigned(text: str) -> Buffers:
+    sizes: Counter[str] = Counter()
+    for size, properties in _ALLOCATION.findall(text):
+        if _ON_HOST in properties:
+            sizes["host"] += int(size)
+        if not _NOT_IN_HBM.search(properties):
+            sizes[_use(properties)] += int(size)
+    return Buffers(sizes["argument"], sizes["output"], sizes["temporary"], sizes["host"])
+
+
+def _use(properties: str) -> str:
+    if ", parameter " in properties:
+        return "argument"
+    return "output" if "live-out" in properties else "temporary"

@@ -1,0 +1,1 @@
+"""A compiled program run with numbers, on virtual chips."""

@@ -1,0 +1,171 @@
+"""Run programs on virtual chips.
+
+``python -m xla_fsdp.preflight.rehearse.run_child FILE_DESCRIPTOR`` takes requests from the
+connection of the descriptor, and sends answers there (``virtual_chips``).
+
+Invariants: torch_xla is never loaded here, as two XLA runtimes in one process clash.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+WITHOUT_EFFECT = ("annotate_device_placement",)
+"""Custom calls that a CPU does not know, and that return their operand: where a value lies."""
+
+UNINITIALIZED = "AllocateBuffer"
+"""Custom call that a CPU does not know, for memory of any values, which has to be written first."""
+
+PALLAS = "tpu_custom_call"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Answer requests until the other end closes the connection."""
+    connection = Connection(int(argv[0]))
+    chips = _Chips()
+    answers: dict[str, Callable[..., Any]] = {
+        "compile": chips.compile,
+        "run": chips.run,
+        "memory": chips.memory,
+        "speed": chips.speed,
+    }
+    while True:
+        try:
+            kind, *request = connection.recv()
+        except (EOFError, OSError):
+            return 0
+        try:
+            answer = "", answers[kind](*request)
+        except Exception as error:  # XLA has many exception types
+            answer = f"{type(error).__name__}: {error}", None
+        connection.send(answer)
+
+
+class _Chips:
+    """The devices, and programs compiled for them."""
+
+    def __init__(self) -> None:
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+        self._devices = sorted(jax.devices(), key=lambda device: device.id)
+        self._client = self._devices[0].client
+        self._executables: list[Any] = []
+
+    def compile(self, hlo: bytes, num_ranks: int) -> None:
+        """Compile for the first ``num_ranks`` devices; programs are numbered from 0."""
+        from jax._src.lib import xla_client
+
+        devices = self._devices[:num_ranks]
+        options = xla_client.CompileOptions()
+        build = options.executable_build_options
+        for target in (options, build):
+            target.num_replicas, target.num_partitions = num_ranks, 1
+        assignment = np.array([[device.id] for device in devices])
+        options.device_assignment = xla_client.DeviceAssignment.create(assignment)
+        chosen = xla_client.DeviceList(tuple(devices))
+        compiled = self._client.compile_and_load(_stable_hlo(hlo), chosen, options)
+        self._executables.append((compiled, devices))
+
+    def run(self, number: int, arguments: list[list[Any]]) -> list[list[Any]]:
+        """Run a program with the arguments of each rank; return the outputs of each rank."""
+        compiled, devices = self._executables[number]
+        by_rank = [
+            [self._put(value, device) for value in values]
+            for values, device in zip(arguments, devices, strict=True)
+        ]
+        results = compiled.execute_sharded([list(each) for each in zip(*by_rank, strict=True)])
+        outputs = results.disassemble_into_single_device_arrays()
+        return [
+            [_array(np.asarray(each[rank])) for each in outputs] for rank in range(len(devices))
+        ]
+
+    def memory(self, number: int) -> int:
+        """Return the bytes that a run of a program takes on all its devices."""
+        compiled, devices = self._executables[number]
+        found = compiled.get_compiled_memory_stats()
+        each = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+        return len(devices) * int(each)
+
+    def speed(self) -> float:
+        """Return the FLOPs per second of a matrix product in float32."""
+        import jax
+        import jax.numpy as jnp
+
+        size, times = 1024, 3
+        product = jax.jit(lambda x: x @ x)
+        x = product(jnp.ones((size, size), jnp.float32)).block_until_ready()
+        started = time.monotonic()
+        for _ in range(times):
+            x = product(x * 0).block_until_ready()
+        return times * 2 * size**3 / (time.monotonic() - started)
+
+    def _put(self, value: Any, device: Any) -> Any:
+        import jax
+
+        dtype, shape, data = value
+        return jax.device_put(data.view(_dtype(dtype)).reshape(shape), device)
+
+
+def _dtype(name: str) -> Any:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, None) or name)
+
+
+def _array(value: np.ndarray[Any, Any]) -> Any:
+    flat = np.ascontiguousarray(value).reshape(-1)
+    return value.dtype.name, value.shape, flat.view(np.uint8)
+
+
+# ---------------------------------------------------------------- programs
+
+
+def _stable_hlo(hlo: bytes) -> bytes:
+    """Return a program as the CPU client takes it, without calls in ``WITHOUT_EFFECT``, and with
+    NaN for ``UNINITIALIZED``, so that reading it shows."""
+    from jax._src.interpreters import mlir as jax_mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import hlo as stablehlo
+
+    computation = xla_client.XlaComputation(hlo)
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
+    with jax_mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        for call in list(_custom_calls(module.operation)):
+            name = ir.StringAttr(call.attributes["call_target_name"]).value
+            if name == PALLAS:
+                raise ValueError("it calls a Pallas kernel, which only a TPU can run")
+            if name == UNINITIALIZED:
+                [result] = call.results
+                with ir.InsertionPoint(call), call.location:
+                    element = ir.FloatAttr.get(result.type.element_type, math.nan)
+                    nan = stablehlo.constant(ir.DenseElementsAttr.get_splat(result.type, element))
+                result.replace_all_uses_with(nan)
+                call.erase()
+            if name in WITHOUT_EFFECT:
+                [operand], [result] = call.operands, call.results
+                result.replace_all_uses_with(operand)
+                call.erase()
+        return jax_mlir.module_to_bytecode(module)
+
+
+def _custom_calls(operation: Any) -> Iterator[Any]:
+    for region in operation.regions:
+        for block in region.blocks:
+            for each in block.operations:
+                if each.operation.name == "stablehlo.custom_call":
+                    yield each.operation
+                yield from _custom_calls(each.operation)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,202 @@
+"""Virtual chips: devices of JAX's CPU client in a child process, which run programs for a TPU.
+
+The child is there because torch_xla's and JAX's runtimes clash in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xla_fsdp.preflight.compile.compiler import check_installed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from xla_fsdp.xla.virtual_ranks import Request
+
+LOG_BYTES = 2000
+
+QUICK_COMPILE = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
+"""Flags with which programs compile in a tenth of the time; matrix products are not slower, as they
+are calls of a library."""
+
+
+class VirtualChips:
+    """A child process with as many devices as a slice has chips.
+
+    Args:
+        num_chips: number of devices.
+        xla_flags: flags of the CPU compiler, as in ``XLA_FLAGS``.
+
+    Attributes:
+        programs: the serialized HLO of each program that ran, in order of first use.
+        runs: for each run of a program, its index in ``programs``.
+
+    Raises:
+        CompileError: if JAX is not installed.
+    """
+
+    def __init__(self, num_chips: int, xla_flags: str = QUICK_COMPILE) -> None:
+        check_installed()
+        self.num_chips = num_chips
+        self.programs: list[bytes] = []
+        self.runs: list[int] = []
+        self._known: dict[str, int] = {}
+        self._ranks_of: list[int] = []
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``close``)
+        self._connection, theirs = Pipe()
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.run_child", str(theirs.fileno())],
+            env=_environment(num_chips, xla_flags),
+            pass_fds=[theirs.fileno()],
+            stdout=self._log,
+            stderr=self._log,
+        )
+        theirs.close()
+        with contextlib.suppress(OSError):  # if memory runs out, the child should be killed first
+            Path(f"/proc/{self._child.pid}/oom_score_adj").write_text("1000")
+
+    def execute(self, requests: Sequence[Request]) -> list[list[Tensor]]:
+        """Run the program of all ranks, or of one of them.
+
+        Args:
+            requests: of each rank; the programs must be equal.
+
+        Returns:
+            The outputs of each rank.
+
+        Raises:
+            RuntimeError: if the ranks' programs differ, or the child refuses or has ended.
+        """
+        hlo = same_program([each.hlo for each in requests])
+        number = self._compiled(hlo, len(requests))
+        self.runs.append(number)
+        arguments = [[to_array(value) for value in each.inputs] for each in requests]
+        return [
+            [to_tensor(*each) for each in outputs]
+            for outputs in self._ask("run", number, arguments)
+        ]
+
+    def is_joint(self, number: int) -> bool:
+        """Return whether program ``number`` is one of all ranks together."""
+        return self._ranks_of[number] > 1
+
+    def memory(self, hlo: bytes, num_ranks: int) -> int:
+        """Compile a program; return the bytes that a run of it takes for all ranks together."""
+        return int(self._ask("memory", self._compiled(hlo, num_ranks)))
+
+    def flops_per_second(self) -> float:
+        """Measure how fast this machine multiplies matrices, all devices together."""
+        return float(self._ask("speed"))
+
+    def close(self) -> None:
+        """End the child."""
+        self._connection.close()
+        try:
+            self._child.wait(5)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._log.close()
+
+    def __enter__(self) -> VirtualChips:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _compiled(self, hlo: bytes, num_ranks: int) -> int:
+        key = f"{hashlib.sha256(hlo).hexdigest()} {num_ranks}"
+        if key not in self._known:
+            self._ask("compile", hlo, num_ranks)
+            self._known[key] = len(self.programs)
+            self.programs.append(hlo)
+            self._ranks_of.append(num_ranks)
+        return self._known[key]
+
+    def _ask(self, *request: Any) -> Any:
+        try:
+            self._connection.send(request)
+            error, answer = self._connection.recv()
+        except (EOFError, OSError) as ended:
+            raise RuntimeError(self._last_words()) from ended
+        if error:
+            raise RuntimeError(f"the virtual chips cannot run the program: {error}")
+        return answer
+
+    def _last_words(self) -> str:
+        self._child.wait()
+        self._log.seek(0)
+        tail = self._log.read().decode(errors="replace")[-LOG_BYTES:]
+        return (
+            f"the process with the virtual chips ended with exit code {self._child.returncode} "
+            f"(-9: out of memory); its last lines:\n{tail}"
+        )
+
+
+def _environment(num_chips: int, xla_flags: str) -> dict[str, str]:
+    unwanted = ("PJRT_DEVICE", "XLA_FLAGS")
+    inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
+    flags = (
+        f"--xla_force_host_platform_device_count={num_chips}",
+        xla_flags,
+    )
+    return {**inherited, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags).strip()}
+
+
+def same_program(programs: Sequence[bytes]) -> bytes:
+    """Return the program that all ranks have.
+
+    Raises:
+        RuntimeError: if they differ.
+    """
+    ranks: dict[bytes, list[int]] = {}
+    for rank, program in enumerate(programs):
+        ranks.setdefault(program, []).append(rank)
+    if len(ranks) > 1:
+        groups = "; ".join(f"ranks {which}" for which in ranks.values())
+        raise RuntimeError(
+            f"the ranks have traced {len(ranks)} different programs: {groups}. On a TPU ranks that "
+            f"communicate run one program; look for code that depends on the rank, as shapes, "
+            f"numbers that are not tensors, or results that only one rank keeps."
+        )
+    return programs[0]
+
+
+# ---------------------------------------------------------------- values on their way
+
+Array = tuple[str, tuple[int, ...], np.ndarray[Any, Any]]
+"""dtype, shape, and the bytes as uint8."""
+
+
+def to_array(tensor: Tensor) -> Array:
+    """Return a host tensor as it is sent."""
+    import torch
+
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy()
+
+
+def to_tensor(dtype: str, shape: tuple[int, ...], data: np.ndarray[Any, Any]) -> Tensor:
+    """Return what ``to_array`` was given."""
+    import torch
+
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    writable = data if data.flags.writeable else data.copy()
+    return torch.from_numpy(writable).view(getattr(torch, dtype)).reshape(shape)

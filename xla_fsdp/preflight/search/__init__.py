@@ -1,0 +1,1 @@
+"""Ways to build a step, of which the fastest that fits is looked for."""

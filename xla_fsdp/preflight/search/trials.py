@@ -1,0 +1,194 @@
+"""Trace and compile steps of a search: several at once, within a budget, whatever fails.
+
+Steps are traced one after the other, in this process; the compiler's child processes run beside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from xla_fsdp.preflight.api import compiled_report, traced_on
+from xla_fsdp.preflight.compile.compiler import CompileError
+from xla_fsdp.preflight.read.report import Report
+from xla_fsdp.preflight.search.candidates import Way, data_ranks, recipe_text
+from xla_fsdp.preflight.topologies import Topology
+from xla_fsdp.preflight.trace.program import Traced
+
+CPUS = 2
+"""That a compilation keeps busy."""
+
+_MEMORY_INFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A step to compile; ``depth`` is None where ``build_step`` has no such option."""
+
+    way: Way
+    batch: int
+    depth: int | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What compilations may use, as ``preflight`` and ``tune`` take it."""
+
+    max_host_mem: int  # bytes of host memory of each
+    jobs: int  # at once
+    cache_dir: str | Path | None
+    flags: str
+
+
+class OutOfBudgetError(Exception):
+    """The budget ended before a step was compiled."""
+
+
+@dataclass
+class Trials:
+    """Compiles steps until the deadline.
+
+    Args:
+        build_step: called with ``recipe`` and ``batch``, the options of the way and ``options``.
+        topology: the slice.
+        depth_option: name of the option of ``build_step`` that is its number of layers.
+        options: others of ``build_step``, the same for all.
+        limits: of the compiler.
+        tell: called with a line of text while waiting.
+    """
+
+    build_step: Callable[..., Any]
+    topology: Topology
+    depth_option: str
+    options: Mapping[str, Any]
+    limits: Limits
+    tell: Callable[[str], None]
+    deadline: float = float("inf")  # as time.monotonic()
+    _traced: dict[Trial, Traced | str] = field(default_factory=dict)
+    _interrupted: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the budget has ended."""
+        return self._interrupted or monotonic() >= self.deadline
+
+    def trace(self, trial: Trial) -> Traced | str:
+        """Return the traced step, kept until it is compiled, or why there is none.
+
+        Raises:
+            OutOfBudgetError: if the budget has ended.
+        """
+        if trial not in self._traced:
+            if self.ended:
+                raise OutOfBudgetError
+            self.tell(f"{_name(trial)}: tracing")
+            try:
+                given = self._options_of(trial)
+                self._traced[trial] = traced_on(self.topology, self.build_step, given)
+            except (Exception, SystemExit) as error:  # the user's code may raise anything
+                self._traced[trial] = _reason(error)
+        return self._traced[trial]
+
+    def forget(self, trials: Iterable[Trial]) -> None:
+        """Let go of traced steps that are not going to be compiled."""
+        for each in trials:
+            self._traced.pop(each, None)
+
+    def run(self, trials: Iterable[Trial]) -> dict[Trial, Report | str]:
+        """Return the report on each step, or why there is none; those that the budget leaves no
+        time for are missing."""
+        running: dict[Trial, Future[Report | str]] = {}
+        done: dict[Trial, Report | str] = {}
+        with ThreadPoolExecutor(self.limits.jobs) as pool:
+            try:
+                for trial in trials:
+                    traced = self._traced_or_none(trial)
+                    if isinstance(traced, str):
+                        done[trial] = traced
+                    elif traced is not None:
+                        self._wait_for_a_slot(running.values())
+                        running[trial] = pool.submit(self._compile, trial, traced)
+                        del self._traced[trial]  # a large program, which is not compiled twice
+                wait(running.values())
+            except BaseException:
+                self._interrupted = True  # ends the compilations, for which the pool waits
+                raise
+        for trial, future in running.items():
+            with contextlib.suppress(OutOfBudgetError):
+                done[trial] = future.result()
+        return done
+
+    def _traced_or_none(self, trial: Trial) -> Traced | str | None:
+        with contextlib.suppress(OutOfBudgetError):
+            return self.trace(trial)
+        return None
+
+    def _wait_for_a_slot(self, running: Iterable[Future[Any]]) -> None:
+        """Let at most one traced program wait, as it takes memory."""
+        while len(pending := [each for each in running if not each.done()]) >= self.limits.jobs:
+            wait(pending, return_when=FIRST_COMPLETED)
+
+    def _options_of(self, trial: Trial) -> dict[str, Any]:
+        depth = {} if trial.depth is None else {self.depth_option: trial.depth}
+        own = {"recipe": trial.way.recipe, "batch": trial.batch}
+        return {**self.options, **dict(trial.way.options), **depth, **own}
+
+    def _compile(self, trial: Trial, traced: Traced) -> Report | str:
+        if self.ended:
+            raise OutOfBudgetError
+        shown = {**self._options_of(trial), "recipe": recipe_text(trial.way.recipe)}
+        try:
+            return compiled_report(
+                traced,
+                self.topology,
+                shown,
+                max_host_mem=self.limits.max_host_mem,
+                cache_dir=self.limits.cache_dir,
+                flags=self.limits.flags,
+                progress=lambda seconds: self._waiting(trial, seconds),
+            )
+        except OutOfBudgetError:
+            raise
+        except Exception as error:  # the compiler has many exception types
+            return _reason(error)
+
+    def _waiting(self, trial: Trial, seconds: float) -> None:
+        """Called ten times a second; what it raises ends the compilation."""
+        if self.ended:
+            raise OutOfBudgetError
+        self.tell(f"{_name(trial)}: compiling, {seconds:.0f} s")
+
+
+def jobs_that_fit(max_host_mem: int) -> int:
+    """Return how many compilations of so many bytes this machine can do at once, at least 1."""
+    by_memory = _available_bytes() // max_host_mem
+    return max(1, min(by_memory, (os.cpu_count() or 1) // CPUS))
+
+
+def samples_per_second(way: Way, batch: int, seconds: float, num_ranks: int) -> float:
+    """Return samples per second of all ranks."""
+    return batch * data_ranks(way.recipe, num_ranks) / seconds if seconds else 0.0
+
+
+def _available_bytes() -> int:
+    for line in _MEMORY_INFO.read_text().splitlines():
+        name, _, size = line.partition(":")
+        if name == "MemAvailable":
+            return int(size.split()[0]) * 1024
+    return 0
+
+
+def _name(trial: Trial) -> str:
+    layers = "" if trial.depth is None else f", {trial.depth} layers"
+    return f"{trial.way}, batch {trial.batch}{layers}"
+
+
+def _reason(error: BaseException) -> str:
+    words = " ".join(str(error).split())
+    return words if isinstance(error, CompileError) else f"{type(error).__name__}: {words}"

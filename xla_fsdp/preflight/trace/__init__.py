@@ -1,0 +1,1 @@
+"""The program of a step, traced as one rank of a slice."""

@@ -1,0 +1,404 @@
+"""Trace one rank's step of the user's own code on this machine, with the other ranks faked.
+
+Invariants: nothing is executed. Where a step would execute its pending operations (a *cut*), they
+are recorded as a program, and its results are replaced by *hollow* tensors (zeros that take no
+memory). At each cut while the model is built, large parameters become hollow, so that a model that
+is larger than memory can be built piece by piece.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from xla_fsdp.distributed.collectives import Collectives, XlaCollectives
+from xla_fsdp.fsdp.engine.large_linear import with_whole_weights
+from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
+from xla_fsdp.fsdp.init.unit_names import label_of, units_named
+from xla_fsdp.nn.attention import splash
+from xla_fsdp.preflight.read.hlo import Module
+from xla_fsdp.preflight.read.traffic import KINDS
+from xla_fsdp.preflight.trace.program import (
+    DATA,
+    GRADIENT,
+    PARAMETER,
+    STATE,
+    Input,
+    ParameterTraffic,
+    Program,
+    Traced,
+)
+from xla_fsdp.scan import blocks_one_by_one
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.fake_rank import ZeroPages, fake_rank
+from xla_fsdp.xla.graph import (
+    buffer_id,
+    input_buffers,
+    lowered_hlo,
+    program_of,
+    tensor_id,
+    without_metadata,
+)
+
+Step = Callable[[], Any]
+
+# Parameters of at least so many bytes become hollow; a step may read values of smaller ones.
+LARGE = 2**20
+
+
+def trace_step(
+    build_step: Callable[[], Step], coords: Sequence[Sequence[int]], *, rank: int = 0
+) -> Traced:
+    """Trace one rank's step in the steady state.
+
+    Args:
+        build_step: builds model and optimizer, and returns a function that makes one step.
+        coords: coordinates of every fake rank on the torus.
+        rank: rank whose step is traced.
+
+    Raises:
+        RuntimeError: if this process has started torch_xla on anything but CPU.
+        TypeError: if ``build_step`` returns no function.
+        ValueError: if a step leaves nothing to run, or finds no further inputs.
+    """
+    use_cpu_device()
+    earlier = WeakSet(_live_states())
+    recorder = Recorder()
+    with units_named(), fake_rank(rank, coords, recorder.cut):
+        step = fed(_built(build_step), "to be traced three times")
+        recorder.cut()
+        step()  # makes the optimizer's state
+        recorder.cut()
+        gc.collect()  # what only cycles hold would be a part of some programs, and not of others
+        recorder.start_recording()
+        started = time.monotonic()
+        step()
+        recorder.cut()
+        seconds = time.monotonic() - started
+        states = [state for state in _live_states() if state not in earlier]
+        # Last, as tensors made under a dispatch mode cannot be used in further steps.
+        recorder.start_discarding()
+        flops = _count_flops(step)
+    if not recorder.programs:
+        raise ValueError(
+            "the step traced no XLA operations. build_step() must return a function that makes one "
+            "training step on the XLA device"
+        )
+    parameters = tuple(each for state in states for each in _parameter_traffic(state))
+    return Traced(tuple(recorder.programs), flops, parameters, seconds)
+
+
+def _built(build_step: Callable[[], Step]) -> Step:
+    step = build_step()
+    if not callable(step):
+        raise TypeError(
+            f"build_step() returned a {type(step).__name__}; expected a function that makes one "
+            "training step when it is called without arguments"
+        )
+    return step
+
+
+def fed(step: Step, for_what: str) -> Step:
+    """Return a step that raises ValueError, which says ``for_what`` they are needed, if its inputs
+    end."""
+
+    def told() -> Any:
+        try:
+            return step()
+        except StopIteration as ended:
+            raise ValueError(
+                f"the step has no further input; let it have enough {for_what}"
+            ) from ended
+
+    return told
+
+
+def use_cpu_device() -> None:
+    """Let torch_xla start on CPU, on one device unless the environment says otherwise.
+
+    Raises:
+        RuntimeError: if it has started on anything else.
+    """
+    if not ops.runtime_started():
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+    kind = os.environ.get("PJRT_DEVICE")
+    if kind != "CPU":
+        raise RuntimeError(
+            f"tracing wants a CPU device, and this process uses PJRT_DEVICE={kind}. Run it in a "
+            f"process of its own with PJRT_DEVICE=CPU"
+        )
+
+
+# ---------------------------------------------------------------- programs
+
+
+class _Phase(enum.Enum):
+    BUILDING = "building"
+    RECORDING = "recording"
+    DISCARDING = "discarding"
+
+
+class Recorder:
+    """Records pending operations as programs, and replaces their results by hollow tensors.
+
+    Attributes:
+        programs: programs that were cut since ``start_recording``.
+    """
+
+    def __init__(self) -> None:
+        self.programs: list[Program] = []
+        self._phase = _Phase.BUILDING
+        self._hollow = ZeroPages()
+        # Each tensor that exists before the present program, its buffer and role, by id(tensor).
+        # Weakly, as it may end there, and another one get its id.
+        self._before: dict[int, tuple[ref[Tensor], int, str]] = {}
+
+    def start_recording(self) -> None:
+        """Record the programs that are cut from now on."""
+        self._note_buffers()
+        self._phase = _Phase.RECORDING
+
+    def start_discarding(self) -> None:
+        """Discard the programs that are cut from now on; their results still become hollow."""
+        self._phase = _Phase.DISCARDING
+
+    def cut(self) -> None:
+        """End the present program: record or discard all pending operations."""
+        live = _live_tensors()
+        pending = [tensor for tensor in live if ops.is_pending(tensor)]
+        if self._phase is _Phase.BUILDING:
+            waiting = set(map(id, pending))
+            self._empty_parameters([tensor for tensor in live if id(tensor) not in waiting])
+        if not pending:
+            return
+        if self._phase is _Phase.DISCARDING:
+            for tensor in pending:
+                ops.release(tensor, self._hollow.make(held_shape(tensor), tensor.dtype))
+            return
+        if self._phase is _Phase.RECORDING:
+            self.programs.append(self._program(_distinct(pending), live))
+        self._replace(pending)
+        if self._phase is _Phase.RECORDING:
+            self._note_buffers()
+
+    def _replace(self, pending: Sequence[Tensor]) -> None:
+        shapes = [held_shape(tensor) for tensor in pending]
+        dummy = ops.upload(torch.zeros(1))
+        for tensor in pending:
+            ops.release(tensor, dummy)
+        in_use = {id(each) for state in _states() for each in state.in_use}
+        for tensor, shape in zip(pending, shapes, strict=True):
+            hollow = self._hollow.make(shape, tensor.dtype)
+            if torch._is_functional_tensor(tensor) and id(tensor) not in in_use:
+                # Not copy_(), which torch_xla would trace as another pending operation.
+                tensor.data = hollow
+            else:  # what another tensor wraps, or a unit holds against changes
+                ops.release(tensor, hollow)
+        ops.forget_token()
+
+    def _empty_parameters(self, tensors: Sequence[Tensor]) -> None:
+        """Make large parameters hollow; tensors that share a buffer still do so afterwards."""
+        buffers = [(each, buffer_id(each)) for each in tensors]
+        # Empty shards are tensor subclasses that otherwise answer for the unsharded parameter.
+        with torch._C.DisableTorchFunctionSubclass():
+            hollow = {
+                buffer: self._hollow.make(each.shape, each.dtype)
+                for each, buffer in buffers
+                if isinstance(each, torch.nn.Parameter) and each.nbytes >= LARGE
+            }
+            for each, buffer in buffers:
+                if buffer in hollow and torch._is_functional_tensor(each):
+                    each.data = hollow[buffer]
+
+    def _note_buffers(self) -> None:
+        roles = _roles()
+        self._before = {
+            id(tensor): (ref(tensor), buffer, roles.get(id(tensor), DATA))
+            for tensor in _live_tensors()
+            if (buffer := buffer_id(tensor)) is not None
+        }
+
+    def _program(self, pending: list[Tensor], live: list[Tensor]) -> Program:
+        roles = {buffer: role for _, buffer, role in self._before.values()}
+        buffers = input_buffers(pending)
+        input_of = {buffer: index for index, (buffer, _) in enumerate(buffers)}
+        aliases = []
+        for output, tensor in enumerate(pending):
+            before, buffer, _ = self._before.get(id(tensor), (None, -1, DATA))
+            if buffer in input_of and before is not None and before() is tensor:
+                aliases.append((input_of[buffer], output))
+        inputs = tuple(
+            Input(roles.get(buffer, DATA), value.numel() * value.element_size())
+            for buffer, value in buffers
+        )
+        named = Module(lowered_hlo(pending))
+        hlo = without_metadata(program_of(pending))  # lines of source, too: the cache has it
+        return Program(
+            hlo,
+            inputs,
+            tuple(aliases),
+            _operand_sizes(named),
+            _labels(named),
+            others=_sizes_of_others(live, input_of, roles),
+        )
+
+
+def _sizes_of_others(
+    live: Iterable[Tensor], inputs: Collection[int], roles: Mapping[int, str]
+) -> dict[str, int]:
+    """Return the bytes of all device buffers but ``inputs``, by role."""
+    found: dict[int, int] = {}
+    # Empty shards are tensor subclasses that otherwise answer for the unsharded parameter.
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in live:
+            if (buffer := buffer_id(tensor)) is not None and buffer not in inputs:
+                found[buffer] = tensor.nbytes
+    sizes: Counter[str] = Counter()
+    for buffer, nbytes in found.items():
+        sizes[roles.get(buffer, DATA)] += nbytes
+    return dict(sizes)
+
+
+def _labels(module: Module) -> dict[str, str]:
+    """Return unit and phase of each collective that has them, by its instruction's name."""
+    found = {
+        each.name: label_of(each.origin)
+        for computation in module.computations.values()
+        for each in computation.instructions
+        if each.opcode in KINDS
+    }
+    return {name: label for name, label in found.items() if label}
+
+
+def _operand_sizes(module: Module) -> dict[str, int]:
+    """Return the number of elements of each collective's operands, by its instruction's name."""
+    entry = module.entry
+    return {
+        each.name: sum(math.prod(entry.by_name[name].sizes) for name in each.operands)
+        for each in entry.instructions
+        if each.opcode in KINDS
+    }
+
+
+def _live_tensors() -> list[Tensor]:
+    """Return all Python objects of XLA tensors; several may be of one XLA tensor."""
+    held = ops.let_backward_end()
+    found: dict[int, Tensor] = {}
+    for tensor in ops.tensor_objects():
+        for each in (tensor, tensor.grad if tensor.is_leaf else None):
+            if each is not None and each.device.type == "xla" and all(each is not h for h in held):
+                found[id(each)] = each
+    return list(found.values())
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({tensor_id(tensor): tensor for tensor in tensors}.values())
+
+
+def _roles() -> dict[int, str]:
+    roles: dict[int, str] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer):
+            states = [value for state in each.state.values() for value in state.values()]
+            roles.update({id(value): STATE for value in states if isinstance(value, Tensor)})
+        elif issubclass(type(each), torch.nn.Parameter):
+            roles[id(each)] = PARAMETER
+            if each.grad is not None:
+                roles[id(each.grad)] = GRADIENT
+    return roles
+
+
+# ---------------------------------------------------------------- operations
+
+
+class _ForwardFlops(FlopCounterMode):
+    """Counts FLOPs of forward passes only, without gradients and recomputation."""
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        given = tree_leaves((args, kwargs))
+        if isinstance(out, Tensor) and not any(isinstance(each, Tensor) for each in given):
+            # Made under this mode it is of another kind than those made before, and ``.data`` of
+            # one does not take the other.
+            return torch._to_functional_tensor(out) if out.device.type == "xla" else out
+        if current_pass() != -1:
+            return out
+        return super()._count_flops(func_packet, out, args, kwargs)
+
+
+def _count_flops(step: Step) -> int:
+    """Return the FLOPs of a step, three times the forward: backward has two products for each."""
+    # Unrolled, and attention without its kernel: products inside of both are not counted.
+    attend = mock.patch.object(splash, "SPLASH", splash.COUNTED)
+    with attend, blocks_one_by_one(), with_whole_weights(), _ForwardFlops(display=False) as counter:
+        step()
+    return 3 * counter.get_total_flops()
+
+
+# ---------------------------------------------------------------- the least traffic
+# This counts, without padding and as sent in rings: each parameter gathered for its forward, and
+# again for backward if it is resharded between; its gradient reduce-scattered once, and its shard
+# all-reduced over replicas. Remat needs no further gathers; an embedding that sends rows, not its
+# table, may need less.
+
+
+def _live_states() -> list[FSDPState]:
+    gc.collect()
+    return _states()
+
+
+def _states() -> list[FSDPState]:
+    return [each for each in gc.get_objects() if type(each) is FSDPState]
+
+
+def _parameter_traffic(state: FSDPState) -> Iterator[ParameterTraffic]:
+    group = state.group
+    others, replicas = group.collectives.num_shards - 1, group.replicas.num_shards
+    gathered = others + _gathered_for_backward(state)
+    reduced = others + 2 * (replicas - 1) / replicas
+    off_torus = _off_torus(group.collectives)
+    for param in group.params:
+        layout, needs_grad = param.packing.layout, param.leaf.requires_grad
+        shard_numel = layout.numel / layout.num_shards
+        dtype = param.compute_dtype or param.leaf.dtype
+        grad_dtype = state.config.gradient_dtype or dtype
+        yield ParameterTraffic(
+            name=param.originals[0].names[0],
+            numel=layout.numel,
+            padded=layout.padded_numel,
+            gathered_bytes=round(gathered * shard_numel * dtype.itemsize),
+            reduced_bytes=round(reduced * shard_numel * grad_dtype.itemsize * needs_grad),
+            off_torus=off_torus if needs_grad else (),
+            is_tensor_parallel=any(original.is_cut for original in param.originals),
+        )
+
+
+def _gathered_for_backward(state: FSDPState) -> int:
+    """Return how many shards a rank sends when parameters are gathered again for backward."""
+    if not state.settings.reshards_after_forward:
+        return 0
+    smaller = state.group.smaller
+    if smaller is None:
+        return state.group.collectives.num_shards - 1
+    return (smaller.within.num_shards - 1) * smaller.across.num_shards
+
+
+def _off_torus(collectives: Collectives) -> tuple[int, ...]:
+    """Return the first group of ranks if the groups do not follow the torus, else ()."""
+    if not isinstance(collectives, XlaCollectives) or collectives.follows_torus:
+        return ()
+    groups = collectives.groups
+    return tuple(groups[0] if groups else range(collectives.num_shards))

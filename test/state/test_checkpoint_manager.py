@@ -729,7 +729,7 @@ def test_ranks_look_again_where_another_job_saves_and_deletes(
 ) -> None:
     """What was listed is deleted, and what took its place was not there yet."""
     from xla_fsdp import CheckpointManager
-    from xla_fsdp.fsdp import checkpoint_manager, train_checkpoint
+    from xla_fsdp.state import checkpoint_manager, train_checkpoint
 
     save_step(tmp_path, 6, 2)
     alone, at = Ranks(0, 1, lambda data: [data]), Attempt(6)

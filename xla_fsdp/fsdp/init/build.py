@@ -148,13 +148,15 @@ def sharding(
     del params
     compare = note_values(managed, communication)
     yield
-    if config.execute_sharding_on_init and on_device:
+    if config.execute_sharding_on_init:
         # In a reference cycle one would stay alive. Not always: to collect takes half a second.
         if any(ops.referent(each) is not None for each in on_device):
             collect_garbage()
-        if pending:  # as those of other units may be, which one program computes
+        # What is pending may be of other units, too, and one program computes it. Where nothing is
+        # executed, syncs free the memory of shards.
+        if pending or not ops.runtime().executes():
             ops.sync()
-        else:  # a sync would look at the tensors of all units
+        elif on_device:  # a sync would look at the tensors of all units
             ops.compute(managed.tensors())
     compare()
 

@@ -16,7 +16,6 @@ from xla_fsdp.checkpoint import (
     CheckpointError,
     MergeOptions,
     ShardMetadata,
-    alike_files,
     open_shard,
     plan_reshard,
     read_shards,
@@ -25,6 +24,7 @@ from xla_fsdp.checkpoint.convert.consolidate import plan_merge
 from xla_fsdp.checkpoint.convert.reshard import LoadTarget
 from xla_fsdp.checkpoint.files.storage import open_storage
 from xla_fsdp.checkpoint.files.tensor_source import LocalFile, TensorSource
+from xla_fsdp.checkpoint.format import alike_files
 from xla_fsdp.checkpoint.format.records import VALUES_KEY
 from xla_fsdp.checkpoint.format.shard_files import SafetensorsLayout, are_alike
 from xla_fsdp.checkpoint.steps.load_step import LoadedStep, load_step

@@ -26,7 +26,7 @@ from xla_fsdp.checkpoint import command
 from xla_fsdp.checkpoint.convert import model_files
 from xla_fsdp.checkpoint.files import copying, outputs
 from xla_fsdp.checkpoint.files.storage import AtomicFiles
-from xla_fsdp.checkpoint.format.records import consistency
+from xla_fsdp.checkpoint.format import consistency
 from xla_fsdp.consolidate_sharded_ckpts import main
 
 # Any attempt to import torch_xla fails in these children, as on a machine that has none.

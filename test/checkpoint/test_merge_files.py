@@ -19,7 +19,8 @@ from xla_fsdp.checkpoint.files import copying, outputs
 from xla_fsdp.checkpoint.files.checksum import checksum
 from xla_fsdp.checkpoint.files.storage import open_storage
 from xla_fsdp.checkpoint.files.tensor_source import LocalFile
-from xla_fsdp.checkpoint.format.records import ShardMetadata, alike_files
+from xla_fsdp.checkpoint.format import alike_files
+from xla_fsdp.checkpoint.format.records import ShardMetadata
 from xla_fsdp.checkpoint.steps.load_step import load_step
 from xla_fsdp.checkpoint.steps.step_directory import Attempt, latest_step
 

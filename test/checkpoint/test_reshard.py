@@ -16,13 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from test.common.saving import Picture, differences, read, same_bits, save_step
-from xla_fsdp.checkpoint import (
-    CheckpointError,
-    checksum,
-    consolidate_sharded_model_checkpoints,
-    copying,
-)
+from xla_fsdp.checkpoint import CheckpointError, consolidate_sharded_model_checkpoints
 from xla_fsdp.checkpoint.convert.reshard import Selection
+from xla_fsdp.checkpoint.files import checksum, copying
 from xla_fsdp.checkpoint.files.storage import LocalStorage, open_storage
 from xla_fsdp.checkpoint.files.tensor_source import ByteSource
 from xla_fsdp.checkpoint.format.records import StateKind, StateRecord

@@ -13,14 +13,7 @@ import pytest
 from test.common.example_report import report
 from xla_fsdp.distributed.mesh import init_mesh
 from xla_fsdp.distributed.topology import reduction_steps
-from xla_fsdp.preflight import (
-    CompileError,
-    PreflightWarning,
-    Report,
-    api,
-    fastest,
-    preflight,
-)
+from xla_fsdp.preflight import CompileError, PreflightWarning, Report, api, fastest, preflight
 from xla_fsdp.preflight.__main__ import USAGE_EXIT_CODE, main
 from xla_fsdp.preflight.api import describe_options, mesh_on
 from xla_fsdp.preflight.compile.compiler import Compiled, compile_program

@@ -167,10 +167,7 @@ def test_stacks_say_where_they_are_cut() -> None:
 @scenarios.add
 def state_dicts(rank: int) -> dict[str, Any]:
     from xla_fsdp import load_optim_state_dict, optim_state_dict
-    from xla_fsdp.state.optim_api import (
-        load_sharded_optim_state_dict,
-        sharded_optim_state_dict,
-    )
+    from xla_fsdp.state.optim_api import load_sharded_optim_state_dict, sharded_optim_state_dict
 
     found: dict[str, Any] = {}
     for kind in KINDS:

@@ -407,12 +407,7 @@ def test_losses_of_cut_logits_are_those_of_the_whole() -> None:
 @scenarios.add
 def other_losses(rank: int) -> dict[str, Any]:
     """What loss_parallel leaves alone, and what it refuses."""
-    from xla_fsdp.tensor_parallel import (
-        ColwiseParallel,
-        Shard,
-        loss_parallel,
-        parallelize_module,
-    )
+    from xla_fsdp.tensor_parallel import ColwiseParallel, Shard, loss_parallel, parallelize_module
 
     def unknown() -> None:
         with loss_parallel():
@@ -523,12 +518,7 @@ def test_loss_parallel_builds_nothing_of_the_size_of_all_classes() -> None:
 @scenarios.add
 def initialized(rank: int) -> dict[str, bool]:
     """Whether parameters are slices of what the plain model is initialized with."""
-    from xla_fsdp import (
-        full_state_dict,
-        fully_shard,
-        init_from_checkpoint,
-        one_rank_at_a_time,
-    )
+    from xla_fsdp import full_state_dict, fully_shard, init_from_checkpoint, one_rank_at_a_time
     from xla_fsdp.distributed.placement import placement_in
     from xla_fsdp.tensor_parallel import parallelize_module
 

@@ -24,12 +24,7 @@ from xla_fsdp.fsdp.engine.module_state import (
     mark_state_dicts,
 )
 from xla_fsdp.fsdp.fsdp1_options import TorchOptions, translate
-from xla_fsdp.fsdp.init.build import (
-    broadcast_values,
-    build_unit,
-    communicate,
-    sharding,
-)
+from xla_fsdp.fsdp.init.build import broadcast_values, build_unit, communicate, sharding
 from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable, refuse_subclasses
 from xla_fsdp.fsdp.init.meta_init import materialize
 from xla_fsdp.fsdp.module_base import ShardedModule

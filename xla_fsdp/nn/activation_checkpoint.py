@@ -32,13 +32,7 @@ from torch.autograd import Variable
 from xla_fsdp.distributed.context_parallel import current_context, in_context
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.distributed.higher_order import explain_hooks, in_transform
-from xla_fsdp.fsdp.engine.autograd import (
-    mark_constants,
-    on_device,
-    present,
-    through,
-    version_of,
-)
+from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device, present, through, version_of
 from xla_fsdp.fsdp.engine.inputs import Inputs
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
 from xla_fsdp.fsdp.engine.state import FSDPState, current_pass, running_units

@@ -33,11 +33,7 @@ from xla_fsdp.fsdp.engine.registry import known_group, owners_of_grads, refuse_s
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
 from xla_fsdp.optim.initial_state import MakesState
-from xla_fsdp.optim.traits import (
-    acts_elementwise,
-    needs_closure,
-    steps_elementwise,
-)
+from xla_fsdp.optim.traits import acts_elementwise, needs_closure, steps_elementwise
 from xla_fsdp.state import save_guards
 from xla_fsdp.xla import ops
 

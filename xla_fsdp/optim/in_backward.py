@@ -29,12 +29,7 @@ from xla_fsdp.optim.guards import is_guard
 from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.initial_state import make_state_of
 from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
-from xla_fsdp.optim.traits import (
-    STEPS_SLICES_OF,
-    device_options,
-    needs_closure,
-    steps_elementwise,
-)
+from xla_fsdp.optim.traits import STEPS_SLICES_OF, device_options, needs_closure, steps_elementwise
 
 
 def step_in_backward(

@@ -20,14 +20,7 @@ from xla_fsdp.preflight.read.estimate import estimate, timeline
 from xla_fsdp.preflight.read.findings import about_groups, about_host_memory, all_findings
 from xla_fsdp.preflight.read.hlo import Module
 from xla_fsdp.preflight.read.liveness import GATHERED, Peak, fullest_moment, most_gathered
-from xla_fsdp.preflight.read.report import (
-    Buffer,
-    Memory,
-    Report,
-    Traffic,
-    fastest_of,
-    options_text,
-)
+from xla_fsdp.preflight.read.report import Buffer, Memory, Report, Traffic, fastest_of, options_text
 from xla_fsdp.preflight.read.traffic import Collective, collectives_of
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.trace.program import GRADIENT, PARAMETER, STATE, Program, Traced

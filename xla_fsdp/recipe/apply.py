@@ -32,17 +32,8 @@ from xla_fsdp.optim.guards import is_guard
 from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.in_backward import step_in_backward
 from xla_fsdp.optim.rebind import hold_shards
-from xla_fsdp.optim.traits import (
-    acts_elementwise,
-    needs_closure,
-    steps_elementwise,
-)
-from xla_fsdp.recipe.causal_lm import (
-    StreamedLoss,
-    causal_lm_in,
-    trace_masks,
-    why_not_streamed,
-)
+from xla_fsdp.optim.traits import acts_elementwise, needs_closure, steps_elementwise
+from xla_fsdp.recipe.causal_lm import StreamedLoss, causal_lm_in, trace_masks, why_not_streamed
 from xla_fsdp.recipe.options import SWITCHES, Name, Recipe
 from xla_fsdp.recipe.read_units import gather_what_is_read
 from xla_fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks

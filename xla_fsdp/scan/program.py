@@ -33,25 +33,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from xla_fsdp.nn.remat_policy import (
-    ActivationStore,
-    Recorded,
-    RematPolicy,
-    Replay,
-    is_replaced,
-)
+from xla_fsdp.nn.remat_policy import ActivationStore, Recorded, RematPolicy, Replay, is_replaced
 from xla_fsdp.scan.errors import NoLoopError
 from xla_fsdp.scan.tracing import Template, body_difference, split
 from xla_fsdp.scan.weights import BlockWeights
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.loop import (
-    Loop,
-    TensorSpec,
-    cast_in_loop,
-    graph_hash,
-    trace_body,
-    use_seed,
-)
+from xla_fsdp.xla.loop import Loop, TensorSpec, cast_in_loop, graph_hash, trace_body, use_seed
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,7 @@ from torch.optim import Optimizer
 
 from xla_fsdp.checkpoint.convert.model_files import Rule, check_prefixes
 from xla_fsdp.checkpoint.convert.reshard import Selection
-from xla_fsdp.checkpoint.errors import (
-    CheckpointError,
-    number_or_none,
-    raise_if,
-    whole_number,
-)
+from xla_fsdp.checkpoint.errors import CheckpointError, number_or_none, raise_if, whole_number
 from xla_fsdp.checkpoint.files.checksum import digest
 from xla_fsdp.checkpoint.files.storage import Storage, open_storage
 from xla_fsdp.checkpoint.steps.save_step import Ranks, disagreements

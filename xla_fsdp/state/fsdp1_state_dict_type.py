@@ -28,11 +28,7 @@ from torch.optim import Optimizer
 
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase
 from xla_fsdp.fsdp.engine.param_group import ShardedState
-from xla_fsdp.state.model import (
-    full_state_dict,
-    load_full_state_dict,
-    load_sharded_state_dict,
-)
+from xla_fsdp.state.model import full_state_dict, load_full_state_dict, load_sharded_state_dict
 from xla_fsdp.state.optim_api import (
     cut_optim_state_dict,
     load_optim_state_dict,

@@ -26,12 +26,7 @@ from xla_fsdp.state.full_optim import (
     to_shards,
 )
 from xla_fsdp.state.model import cut_outside_units, refuse_cut_outside
-from xla_fsdp.state.optim import (
-    params_by_key,
-    read_optimizer,
-    torch_state_dict,
-    write_optimizer,
-)
+from xla_fsdp.state.optim import params_by_key, read_optimizer, torch_state_dict, write_optimizer
 from xla_fsdp.xla.host import settle
 
 

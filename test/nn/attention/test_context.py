@@ -19,12 +19,7 @@ from test.common.context import Case
 from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.scan import BF16
 from test.common.scenarios import Scenarios, message
-from xla_fsdp import (
-    attention,
-    context_parallel,
-    context_parallel_unshard,
-    init_mesh,
-)
+from xla_fsdp import attention, context_parallel, context_parallel_unshard, init_mesh
 from xla_fsdp.nn.attention import api, splash
 from xla_fsdp.nn.attention.chunked import CHUNKED
 from xla_fsdp.nn.attention.context import over_context

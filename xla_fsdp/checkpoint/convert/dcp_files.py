@@ -62,12 +62,7 @@ from xla_fsdp.checkpoint.errors import (
     shown,
     typed,
 )
-from xla_fsdp.checkpoint.files.copying import (
-    Progress,
-    Verifier,
-    default_threads,
-    find_damage,
-)
+from xla_fsdp.checkpoint.files.copying import Progress, Verifier, default_threads, find_damage
 from xla_fsdp.checkpoint.files.outputs import Job, WriteOptions, drop_page_cache, find_url_problems
 from xla_fsdp.checkpoint.files.pickle_values import Global, Keys, Object, read_pickle
 from xla_fsdp.checkpoint.files.storage import (

@@ -16,13 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from xla_fsdp.checkpoint.errors import CheckpointError, failing
-from xla_fsdp.checkpoint.files.checksum import (
-    BLOCK,
-    combine,
-    crcs_in,
-    whole_of,
-    written,
-)
+from xla_fsdp.checkpoint.files.checksum import BLOCK, combine, crcs_in, whole_of, written
 from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
     Joined,

@@ -12,9 +12,7 @@ from torch.utils import _pytree as pytree
 
 from xla_fsdp.fsdp.engine.packing import own_parts
 from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard, remember
-from xla_fsdp.fsdp.engine.param_guards import (
-    held_shape,
-)
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.registry import known_group, remember_group
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like, param_and_group
 from xla_fsdp.xla import ops

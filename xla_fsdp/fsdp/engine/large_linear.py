@@ -30,14 +30,7 @@ from xla_fsdp.fsdp.engine.forward_weight import compute_by
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import in_forward
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.loop import (
-    Loop,
-    LoopCache,
-    TensorSpec,
-    read_slice,
-    trace_body,
-    write_slice,
-)
+from xla_fsdp.xla.loop import Loop, LoopCache, TensorSpec, read_slice, trace_body, write_slice
 
 LEAST_BYTES = 2**25
 """Size of the smallest weight, gathered, that is computed with in pieces."""

@@ -22,9 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.distributed.shard_layout import ShardLayout
 from xla_fsdp.fsdp.engine.packing import ShardPacking, cut_shard
-from xla_fsdp.fsdp.engine.param_guards import (
-    held_shape,
-)
+from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.slots import ModuleAttr, OriginalParam, ParamSlots, name_in_state_dicts
 from xla_fsdp.xla import ops
 

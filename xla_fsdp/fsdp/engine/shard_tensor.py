@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.pytree import map_tensors, tensors_in
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout
+from xla_fsdp.fsdp.engine.packing import all_joined, cut_shard
+from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
 from xla_fsdp.fsdp.engine.param_guards import (
     COUNTS,
     GuardedShard,
@@ -26,13 +28,11 @@ from xla_fsdp.fsdp.engine.param_guards import (
     read_by,
     without_values,
 )
+from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group
 from xla_fsdp.xla import ops
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
-from xla_fsdp.fsdp.engine.packing import all_joined, cut_shard
-from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
-from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group
 
 
 def make_shard(

@@ -706,7 +706,10 @@ def test_a_preempted_job_finishes_the_save_before_it_leaves_the_block(tmp_path: 
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"best": 3}, {"best": True}, {"async_": 1}, {"take_over": None}, {"keep_last": "2"}],
+    [
+        *({"best": 3}, {"best": True}, {"async_": 1}, {"take_over": None}, {"keep_last": "2"}),
+        *({"keep_last": True}, {"save_interval_steps": None}, {"local_keep_last": 0}),
+    ],
     ids=str,
 )
 def test_arguments_are_checked_at_once(tmp_path: Path, arguments: dict[str, Any]) -> None:

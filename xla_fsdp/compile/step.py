@@ -242,7 +242,7 @@ class _RankStep:
         self._take(find_given(leaves))
         if self._traces_always or not ops.runtime().executes():
             return self._run_plainly(args, kwargs)
-        leaves = _on_device(leaves)
+        leaves = _moved(leaves)
         try:
             key = tree, *self._kinds(leaves)
         except TypeError as error:
@@ -474,14 +474,14 @@ class _RankStep:
         self._traces_always, self._programs = problem, {}
 
 
-def _on_device(leaves: Sequence[Any]) -> list[Any]:
+def _moved(leaves: Sequence[Any]) -> list[Any]:
     """Return the arguments with device copies of the host's tensors: one that the step's Python
     code could read would be a constant of the program."""
     host = {id(each): each for each in leaves if isinstance(each, Tensor) and each.is_cpu}
     moved = ops.upload_all([each.detach() for each in host.values()]) if host else []
     copies = dict(zip(host, moved, strict=True))
-    for number, each in host.items():
-        copies[number].requires_grad_(each.requires_grad)
+    for key, each in host.items():
+        copies[key].requires_grad_(each.requires_grad)
     return [copies.get(id(each), each) for each in leaves]
 
 

@@ -261,6 +261,7 @@ def of_torch_xla(rank: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(by_kind(model), lr=0.5)
     model.load_state_dict(read()["model"])
     optimizer.load_state_dict(read()["optimizer"])
+    two_units(fsdp).load_state_dict(read()["model"])  # as other ranks do at any time
     again = message(lambda: optimizer.load_state_dict(read()["optimizer"]))
     optimizer.load_state_dict(optimizer.state_dict())
     train(model, optimizer, 1)

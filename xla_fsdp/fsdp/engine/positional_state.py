@@ -26,10 +26,10 @@ from xla_fsdp.optim.traits import steps_elementwise
 
 _places: WeakKeyDictionary[FSDPParam, int] = WeakKeyDictionary()
 """Where a parameter was in the state dict of torch_xla's FSDP from which it was loaded last."""
-_translated: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-"""Optimizers that have loaded state in that order."""
+_translated: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""The last place of the order in which an optimizer has loaded state."""
 _lock = threading.Lock()  # ranks on CPU are threads
-_next_place = count()
+_next_place = count(1)
 
 
 class _Own(threading.local):
@@ -46,8 +46,7 @@ def note_order(params: Sequence[FSDPParam], *, upstream: bool) -> None:
         for param in params:
             _places.pop(param, None)
             if upstream:
-                _places[param] = next(_next_place)
-        _translated.clear()
+                _places[param] = next(_next_place)  # never used again: tells one file's order
 
 
 def forget_order(optimizer: Optimizer) -> None:
@@ -100,12 +99,13 @@ def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     orders = [_order(own) for own in known]
     moved = any(order is None or order != sorted(order) for order in orders)
     if moved and not _is_own(optimizer, state_dict["state"]):
-        if optimizer in _translated or None in orders:
+        last = max(_places.get(each, 0) for own in known for each in own if each is not None)
+        if _translated.get(optimizer) == last or None in orders:
             raise ValueError(_UNKNOWN_ORDER)
         numbers = [[own[i] for i in o or ()] for own, o in zip(numbers, orders, strict=True)]
         pairs = zip(groups, numbers, strict=True)
         state_dict = {**state_dict, "param_groups": [{**g, "params": n} for g, n in pairs]}
-        _translated[optimizer] = True
+        _translated[optimizer] = last
     if problems := list(_misfits(optimizer, live, numbers, state_dict["state"])):
         raise ValueError("\n".join([*problems, _OTHER_ORDER]))
     return state_dict

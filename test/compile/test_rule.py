@@ -150,26 +150,30 @@ def test_such_a_value_is_right_as_an_argument() -> None:
 
 
 @scenario
-def by_default(rank: int) -> list[int]:
+def by_default(rank: int) -> list[list[int]]:
     """Before which replays a step is checked."""
     with mock.patch.dict(os.environ):
         os.environ.pop("XLA_FSDP_CHECK", None)
-        step = compile_step(lambda x: x.sum(), state=[])
-    quick = compile_step(lambda x: x.sum(), state=[], check=5)
-    never = compile_step(lambda x: x.sum(), state=[], check=0)
-    found: list[list[int]] = [[], [], []]
-    for _ in range(132):
-        for each, at in zip((step, quick, never), found, strict=True):
-            checks = each.checks
-            each(ones(2))
-            if each.checks > checks:
-                at.append(each.replays)
+        steps = [
+            compile_step(lambda x: x.sum(), state=[], check=check, unknown=unknown)
+            for check, unknown in ((None, "raise"), (None, "trace"), (5, "raise"), (0, "raise"))
+        ]
+    found: list[list[int]] = [[], [], [], []]
+    for number in range(132):
+        # A check takes more than this part of the time at first, then less.
+        with mock.patch("xla_fsdp.compile.step.MOST_CHECKED", 0.0 if number < 40 else 1e9):
+            for each, at in zip(steps, found, strict=True):
+                checks = each.checks
+                each(ones(2))
+                if each.checks > checks:
+                    at.append(each.replays)
     return found
 
 
 def test_replays_are_checked_now_and_then() -> None:
-    default, fifth, never = result("by_default")
-    assert default == [2, 16, 128]
+    default, traced, fifth, never = result("by_default")
+    assert default == [2, 39, 128]  # the second waits for its time
+    assert traced == [2, 16, 128]  # on all ranks at the same steps
     assert fifth == [*range(5, 131, 5)]
     assert never == []
 

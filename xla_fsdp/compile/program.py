@@ -30,6 +30,8 @@ Reference = tuple[Any, ...]
 """Where an input comes from, or a result goes: ("argument", n), ("slot", n), ("host", n),
 ("result", n); ("seed", n) is the random number state after n drawings."""
 
+FIRST_CHECK = 2
+
 # In C, as there are a thousand tensors in each step.
 _REFERENT: Callable[[Any], Any] = weakref.ref.__call__
 _SIZE = operator.attrgetter("shape")
@@ -119,6 +121,7 @@ class Program:
         compiled: ``programs.compiled()`` when it last ran.
         arguments: the tensors among the step's arguments, None for others.
         operations: the functions of torch that the step called when it was last traced.
+        next_check: before which replay, counted from 1, the program is checked by default.
         varied_arguments: those that were other tensors in another trace. Before that, the step may
             as well have got the tensor from somewhere else.
     """
@@ -141,6 +144,7 @@ class Program:
     arguments: list[weakref.ref[Tensor] | None]
     operations: list[Operation]
     replays: int = 0
+    next_check: int = FIRST_CHECK
     varied_arguments: set[int] = field(default_factory=set)
     confirmed: bool = False
     varied: set[Key] = field(default_factory=set)

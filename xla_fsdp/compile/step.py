@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import os
 import time
 import types
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from xla_fsdp.compile.program import Program, kind_of
+from xla_fsdp.compile.program import FIRST_CHECK, Program, kind_of
 from xla_fsdp.compile.seen import CompileStepError, is_traced
 from xla_fsdp.compile.state import PLAIN, State, find_given, modes_now, refuse_closed, shown
 from xla_fsdp.compile.trace import Trace
@@ -34,6 +35,7 @@ from xla_fsdp.xla.worker import Worker
 
 MANY_TRACES = 12
 FIRST = "the first step"
+MOST_CHECKED = 0.01  # of the time since the first replay
 
 _log = logging.getLogger("xla_fsdp")
 
@@ -83,7 +85,8 @@ def compile_step(
             and optimizers among the arguments, and the object of a method, belong to it.
         check: how often a replay is checked, by tracing the step again without running it: before
             every ``check``-th replay of a program; 0 is never. By default before replays 2, 16,
-            128, 1,024 and so on; ``XLA_FSDP_CHECK=1`` in the environment stands for ``check=1``.
+            128, 1,024 and so on, but for the first no sooner than all checks take less than 1 % of
+            the time; ``XLA_FSDP_CHECK=1`` in the environment stands for ``check=1``.
         unknown: what to do if a replay would be wrong, because the step reads the device, uses a
             value that the host computes anew in each step, or fails a check: "raise", or "trace"
             every step.
@@ -129,15 +132,6 @@ class _Options:
     state: Any
     check: int | None
     refuses: bool
-
-    def is_due(self, replay: int) -> bool:
-        """Return whether this replay of a program, counted from 1, is checked."""
-        if self.check is None:
-            return replay in _CHECKED
-        return self.check > 0 and replay % self.check == 0
-
-
-_CHECKED = frozenset(2 * 8**n for n in range(20))
 
 
 class TensorKind(NamedTuple):
@@ -226,6 +220,7 @@ class _RankStep:
         self.replays = 0
         self.checks = 0
         self.check_seconds = 0.0
+        self._first_replay = math.inf  # in seconds of ``time.perf_counter``
         self._step = step
         self._options = options
         self._traces_always = ""
@@ -285,8 +280,9 @@ class _RankStep:
         program = self._find(key, leaves, modes)
         if not isinstance(program, Program):
             return False, program
-        if not checked and self._options.is_due(program.replays + 1):
+        if not checked and self._is_due(program):
             return False, program
+        self._first_replay = min(self._first_replay, time.perf_counter())
         try:
             found = program.replay(leaves, self._state.numbers)
         except programs.ProgramGoneError:
@@ -294,6 +290,23 @@ class _RankStep:
             return False, "torch_xla had dropped the program"
         self.replays += 1
         return True, pytree.tree_unflatten(found, program.returned.tree)
+
+    def _is_due(self, program: Program) -> bool:
+        """Return whether the next replay of a program is checked."""
+        replay, every = program.replays + 1, self._options.check
+        if every is not None:
+            return every > 0 and replay % every == 0
+        return replay >= program.next_check and (
+            program.next_check == FIRST_CHECK
+            # Ranks that go on traced do so at the same step, which their clocks cannot tell.
+            or not self._options.refuses
+            or self._time_with_a_check() <= MOST_CHECKED
+        )
+
+    def _time_with_a_check(self) -> float:
+        """Return which part of the time since the first replay checks take, with one more."""
+        passed = time.perf_counter() - self._first_replay
+        return (self.checks + 1) / self.checks * self.check_seconds / passed
 
     def _check(self, program: Program, leaves: Sequence[Any], tree: Any) -> bool:
         """Trace the step again without running it; return whether it is traced from now on, as that
@@ -308,6 +321,8 @@ class _RankStep:
                 problem = trace.compare(self._step, args, kwargs, program)
             except CompileStepError as error:
                 problem = str(error)
+        while program.next_check <= program.replays + 1:
+            program.next_check *= 8
         self.checks += 1
         self.check_seconds += time.perf_counter() - began
         if self.checks == 1:

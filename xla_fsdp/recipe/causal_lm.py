@@ -7,13 +7,10 @@ loss function then adds up.
 
 from __future__ import annotations
 
-import ast
+import copy
 import functools
 import inspect
-import re
-import textwrap
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -28,9 +25,6 @@ from xla_fsdp.nn.chunked import LinearCrossEntropy
 
 IGNORED = -100
 """The label that transformers ignores by default, and so does ``LinearCrossEntropy``."""
-
-LOSS = "self.loss_function"
-"""How a forward of transformers calls the default loss."""
 
 OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 """Keywords of a forward that its loss function alone uses."""
@@ -57,9 +51,13 @@ def why_not_streamed(model: Any) -> str:
         return f"{kind} has a loss function of its own"
     if "labels" not in inspect.signature(model.forward).parameters:
         return f"the forward of {kind} takes no labels"
-    name = next(name for name, each in model.named_modules() if each is head)
-    why = _why_unknown(inspect.unwrap(model.forward), f"self.{name}")
-    return f"the forward of {kind} {why}" if why else ""
+    try:
+        _try_streaming(model)
+    except MisusedLossError:
+        return f"the forward of {kind} computes with its logits, or changes what the loss is of"
+    except Exception as error:  # a forward may raise anything about a batch without values
+        return f"the forward of {kind} could not be tried: {type(error).__name__}: {error}"
+    return ""
 
 
 def _default_loss() -> Any:
@@ -68,99 +66,52 @@ def _default_loss() -> Any:
     return ForCausalLMLoss
 
 
-def _why_unknown(forward: Callable[..., Any], head: str) -> str:
-    """Return why it is not known that a forward hands what ``head`` returns, and the labels that it
-    is given, to its loss function as they are; empty if it is."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, SyntaxError, TypeError):  # TypeError for what is no function
-        return "cannot be read"
-    changes = list(_changes(tree))
-    made = [target for target, value in changes if _called(_as_it_is(value)) == head]
-    losses = [node for node in ast.walk(tree) if _called(node) == LOSS]
-    if len(losses) != 1:
-        return "computes the loss by something else than its loss function"
-    [logits, labels] = _arguments(losses[0])
-    is_changed = sum(target == logits for target, _ in changes) > 1
-    if made != [logits] or is_changed or not _is_only_handed_on(logits, tree):
-        return "computes with the logits before it computes their loss"
-    moved = re.compile(r"labels\.to\([\w.]+\.device\)")  # it is there already
-    if labels != "labels" or not all(
-        moved.fullmatch(ast.unparse(value)) for target, value in changes if target == "labels"
-    ):
-        return "changes the labels before it computes the loss"
-    if not _hands_keywords_on(forward, losses[0], tree):
-        return "does not hand all of its keywords on to its loss function"
-    return ""
+def _try_streaming(model: Any) -> None:
+    """Stream the loss of a copy of the model that has no values.
+
+    Raises:
+        MisusedLossError: if the forward does not hand what the head returns, and the labels and
+            keywords that it is given, to its loss function as they are.
+    """
+    trace_masks()
+    tensors = [*model.parameters(), *model.buffers()]
+    trial = copy.deepcopy(model, {id(each): _without_values(each) for each in tensors}).train()
+    for module in trial.modules():  # hooks may keep what they see
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    forward = trial.forward
+    head = LinearCrossEntropy.from_linear(trial.get_output_embeddings(), reduction="none")
+    trial.set_output_embeddings(head)
+    ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    parameters = inspect.signature(forward).parameters
+    takes_all = _keywords_of(inspect.signature(forward)) != ""
+    unread = {name: _Unread() for name in OF_THE_LOSS if takes_all or name in parameters}
+    call = functools.partial(forward, input_ids=ids, labels=ids, **unread)
+    with torch.device("meta"), torch.no_grad():
+        StreamedLoss(trial, head).run(call, ids, ids, None, unread)
 
 
-def _hands_keywords_on(forward: Callable[..., Any], loss: Any, tree: ast.AST) -> bool:
-    """Return whether the loss function gets the forward's ``**kwargs``, which nothing else reads,
-    and which alone tell what is of the loss."""
-    name = _keywords_of(inspect.signature(forward))
-    uses = [each for each in ast.walk(tree) if isinstance(each, ast.Name) and each.id == name]
-    passed = [
-        each.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        for each in node.keywords
-        if each.arg is None
-    ]
-    told = any(of_loss in ast.unparse(tree) for of_loss in OF_THE_LOSS)
-    given = [ast.unparse(each.value) for each in loss.keywords if each.arg is None]
-    return given == [name] and all(each in passed for each in uses) and not told
+def _without_values(tensor: Tensor) -> Tensor:
+    # In bfloat16, as torch has grouped products of the experts of mixtures in no other dtype.
+    dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+    empty = torch.empty_like(tensor, device="meta", dtype=dtype)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+class _Unread:
+    """Stands for a keyword of the loss; nothing else can be computed with it."""
+
+    def __bool__(self) -> bool:
+        raise MisusedLossError
+
+    def __deepcopy__(self, memo: Any) -> _Unread:
+        return self
 
 
 def _keywords_of(signature: inspect.Signature) -> str:
     """Return the name of the parameter for all other keywords, such as "kwargs"."""
     parameters = signature.parameters.values()
     return next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), "")
-
-
-def _as_it_is(value: ast.expr) -> ast.expr:
-    """Return ``x`` for ``x.float()`` or ``x.contiguous()``, which the losses of tokens are."""
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        if value.func.attr not in ("float", "contiguous"):
-            break
-        value = value.func.value
-    return value
-
-
-def _called(node: ast.AST) -> str:
-    """Return what a call calls, as text; nothing for anything else."""
-    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-
-
-def _changes(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yield name and value of each assignment, also to a part of the name."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value is not None:
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                name = target.value if isinstance(target, ast.Subscript) else target
-                yield ast.unparse(name), node.value
-
-
-def _is_only_handed_on(logits: str, tree: ast.AST) -> bool:
-    """Return whether nothing is computed with what has this name: it is given to the loss function,
-    or as ``logits`` or in a tuple to the output, or asked for its device."""
-    uses = Counter(each.id for each in ast.walk(tree) if isinstance(each, ast.Name))
-    known = 1  # where it is made
-    for node in ast.walk(tree):
-        if _called(node) == LOSS or "output" in _called(node).lower():
-            known += logits in _arguments(node)
-        elif isinstance(node, ast.Tuple):
-            known += logits in map(ast.unparse, node.elts)
-        elif isinstance(node, ast.Attribute) and node.attr == "device":
-            known += ast.unparse(node.value) == logits
-    return uses[logits] == known
-
-
-def _arguments(call: Any) -> list[str]:
-    """Return what a call of a loss function takes for logits and labels, as text."""
-    names = ("logits", "labels")
-    given = dict(zip(names, call.args, strict=False))
-    given |= {each.arg: each.value for each in call.keywords}
-    return [ast.unparse(given[name]) if name in given else "" for name in names]
 
 
 def trace_masks() -> None:
@@ -180,13 +131,17 @@ def trace_masks() -> None:
             setattr(module, name, replacement)
 
 
+def _is_unread(tensor: Tensor) -> bool:
+    return on_device(tensor) or tensor.is_meta
+
+
 def _is_tracing(original: Callable[..., bool], tensor: Any = None) -> bool:
-    return (isinstance(tensor, Tensor) and on_device(tensor)) or original(tensor)
+    return (isinstance(tensor, Tensor) and _is_unread(tensor)) or original(tensor)
 
 
 def _packed(original: Callable[..., Any], position_ids: Tensor) -> Any:
     """Return the number of the text that each token is of, [N, length]."""
-    if not on_device(position_ids):
+    if not _is_unread(position_ids):
         return original(position_ids)
     steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
     return (steps != 1).long().cumsum(-1)  # of bools torch_xla's cumsum is an OR
@@ -202,7 +157,7 @@ class LossesOfTokens(Tensor):
         if func in (Tensor.float, Tensor.contiguous):  # as they are already
             return args[0]
         if func not in _ASKED:
-            raise RuntimeError(MISUSED)
+            raise MisusedLossError
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -210,10 +165,15 @@ class LossesOfTokens(Tensor):
 _ASKED = {getattr(Tensor, name).__get__ for name in ("device", "dtype", "requires_grad")}
 """What a forward may ask logits for."""
 
-MISUSED = (
-    "the model computes with its logits, or with other labels than it was given, and its head has "
-    "returned the loss already; give parallelize a Recipe(streamed_head=False)"
-)
+
+class MisusedLossError(RuntimeError):
+    """Something was computed with the losses of tokens, or they are of other labels."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model computes with its logits, or with other labels than it was given, and its "
+            "head has returned the loss already; give parallelize a Recipe(streamed_head=False)"
+        )
 
 
 class StreamedLoss:
@@ -227,9 +187,11 @@ class StreamedLoss:
 
     def __init__(self, model: Any, head: nn.Module) -> None:
         self._targets: Tensor | None = None
-        self._count: Any = None  # of targets in the whole batch, if the caller has told it
+        self._count: Any = None
         self._labels: Tensor | None = None
         self._version = 0  # of the labels
+        self._kept: Mapping[str, Any] = {}
+        self._is_taken = False
         self._original = model.loss_function
         model.loss_function = self._loss
         model.forward = MethodType(_with_targets(model.forward, self), model)
@@ -237,12 +199,30 @@ class StreamedLoss:
         head.register_forward_pre_hook(self._add_targets)
         head.register_forward_hook(self._guard_losses)
 
-    def run(self, call: Callable[[], Any], labels: Tensor, targets: Tensor, count: Any) -> Any:
-        """Run a forward of the model; its output has no logits."""
+    def run(
+        self,
+        call: Callable[[], Any],
+        labels: Tensor,
+        targets: Tensor,
+        count: Any,
+        kept: Mapping[str, Any],
+    ) -> Any:
+        """Run a forward of the model; its output has no logits.
+
+        Args:
+            call: the forward, with its arguments.
+            labels: what it is given.
+            targets: of the head.
+            count: of targets in the whole batch, if the caller has told it.
+            kept: what of ``OF_THE_LOSS`` the forward is given, and hands on.
+        """
         self._labels, self._targets, self._count = labels, targets, count
-        self._version = version_of(labels)
+        self._version, self._kept, self._is_taken = version_of(labels), kept, False
         try:
-            return _without_losses(call())
+            output = call()
+            if not self._is_taken:
+                raise MisusedLossError
+            return _without_losses(output)
         finally:
             self._labels = self._targets = self._count = None
 
@@ -258,10 +238,11 @@ class StreamedLoss:
     ) -> Tensor:
         if self._targets is None:
             return self._original(logits, labels, vocab_size, *args, **kwargs)
-        own = any(kwargs.get(name) is not None for name in OF_THE_LOSS)
         changed = labels is not self._labels or version_of(labels) != self._version
-        if not isinstance(logits, LossesOfTokens) or changed or args or own:
-            raise RuntimeError(MISUSED)
+        changed |= any(kwargs.get(name) is not self._kept.get(name) for name in OF_THE_LOSS)
+        if not isinstance(logits, LossesOfTokens) or changed or args:
+            raise MisusedLossError
+        self._is_taken = True
         count = self._count
         with torch._C.DisableTorchFunctionSubclass():
             total = logits.sum()
@@ -286,7 +267,7 @@ def _with_targets(original: Any, streamed: StreamedLoss) -> Callable[..., Any]:
         others = {name: each for name, each in kwargs.items() if name not in OF_THE_LOSS}
         call = functools.partial(original, *args, **others)
         count = options.get("num_items_in_batch")
-        return streamed.run(call, options["labels"], _targets(options), count)
+        return streamed.run(call, options["labels"], _targets(options), count, kept={})
 
     return forward
 

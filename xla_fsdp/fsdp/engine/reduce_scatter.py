@@ -25,7 +25,7 @@ from xla_fsdp.distributed.collectives import (
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
-from xla_fsdp.fsdp.engine.schedule_log import ScheduleLog
+from xla_fsdp.fsdp.engine.schedule import ScheduleLog
 from xla_fsdp.xla import ops
 
 ReducedBuckets = dict[Bucket, Tensor]

@@ -24,7 +24,8 @@ from torch import nn
 from xla_fsdp.fsdp.engine.all_gather import AllGather
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase
 from xla_fsdp.fsdp.engine.reduce_scatter import ReduceScatter
-from xla_fsdp.fsdp.engine.state import FSDPContext, FSDPState, current_pass
+from xla_fsdp.fsdp.engine.schedule import Schedule, current_pass
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.activation_checkpoint import Region
 from xla_fsdp.scan import autograd as scan_autograd
 from xla_fsdp.scan import program as scan_program
@@ -102,7 +103,7 @@ def units_named() -> Iterator[None]:
         stack.enter_context(_replaced(FSDPState, "pre_backward", names.before_backward))
         stack.enter_context(_replaced(FSDPState, "post_backward", names.after_backward))
         stack.enter_context(_replaced(Region, "_recompute", names.in_region))
-        stack.enter_context(_replaced(FSDPContext, "_end", names.at_end_of_pass))
+        stack.enter_context(_replaced(Schedule, "_end", names.at_end_of_pass))
         for part, phase in _LOOPS.items():
             wrapper = functools.partial(names.around_loop, phase)
             stack.enter_context(_replaced(scan_autograd, part, wrapper))
@@ -197,9 +198,9 @@ class _UnitNames:
 
     def at_end_of_pass(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def end(context: FSDPContext, *args: Any, **kwargs: Any) -> Any:
+        def end(schedule: Schedule, *args: Any, **kwargs: Any) -> Any:
             self._backward.close_from(0)  # of units without parameters and gradients of inputs
-            return original(context, *args, **kwargs)
+            return original(schedule, *args, **kwargs)
 
         return end
 

@@ -241,7 +241,7 @@ class EmbeddingCall:
         with torch.no_grad():
             rows = self.strategy.rows(shards_for_forward(self.unit, []), numbers)
             rows = torch.where((numbers >= 0)[:, None], rows, float("nan"))
-            self.unit.context.end_loop_in_forward([rows])
+            self.unit.schedule.after_loop([rows])
         return rows
 
     def backward(self, numbers: Tensor, grad: Tensor) -> list[Tensor | None]:

@@ -295,7 +295,7 @@ class HeadCall:
             start, first = cross_entropy.no_sums(), weights.gather(xs[0][0])
             results = loop.run([*start, first, *xs, hidden, targets], None)
             losses, norm = cross_entropy.losses(results[: len(start)])
-            self.unit.context.end_loop_in_forward([losses])
+            self.unit.schedule.after_loop([losses])
         return losses, norm, results[-1], bias
 
     def backward(

@@ -5,14 +5,10 @@ Within a file, and among files of one kind, tests keep their order.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import HealthCheck, settings
 
 STARTERS = {"run_on_ranks", "run_python", "run_warm", "scenarios", "Runs"}
-
-os.environ.setdefault("XLA_FSDP_CHECK", "1")  # of this process, and of all that it starts
 
 # An example takes as long as a busy machine needs for it, also to be made.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -102,8 +102,9 @@ class Group:
 
 
 @pytest.fixture
-def unit() -> Any:
+def unit(monkeypatch: pytest.MonkeyPatch) -> Any:
     skip_without_torch_xla()
+    monkeypatch.setenv("XLA_FSDP_CHECK", "1")
     from xla_fsdp.fsdp.engine import state
     from xla_fsdp.fsdp.engine.config import FSDPConfig
 
@@ -172,16 +173,13 @@ def left(unit: Any) -> None:
 def test_what_is_wrong_after_a_pass_is_told_with_its_history(
     unit: Any, wrong: Any, said: str
 ) -> None:
-    from xla_fsdp.fsdp.engine import checks
-
-    with mock.patch.object(checks, "ENABLED", True):
+    end_of_pass(unit)
+    wrong(unit)
+    with pytest.raises(AssertionError, match=said):
         end_of_pass(unit)
-        wrong(unit)
-        with pytest.raises(AssertionError, match=said):
-            end_of_pass(unit)
 
 
 def test_tensors_that_outlive_a_pass_are_told(unit: Any) -> None:
     unit.schedule._unfinished.append(torch.ones(1))
     with pytest.raises(AssertionError, match="the schedule keeps 1 tensors"):
-        unit.schedule._check()
+        unit.schedule._check([])

@@ -19,7 +19,6 @@ from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, Smal
 from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
 from xla_fsdp.fsdp.engine.all_gather import AllGather
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.embedding_grad import sum_small_in_float32
 from xla_fsdp.fsdp.engine.packing import is_first
 from xla_fsdp.fsdp.engine.param import FSDPParam, remember
 from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward, reopen
@@ -221,7 +220,6 @@ class FSDPParamGroup:
             param.to_unsharded(unsharded[at : at + len(param.originals)], idle=idle)
             at += len(param.originals)
         reopen(unsharded)
-        sum_small_in_float32(self.originals, unsharded)
         self.unsharded, self._revokes, self._prefetched = list(unsharded), revokes, None
         self.unsharded_versions = self.versions if versions is None else versions
 

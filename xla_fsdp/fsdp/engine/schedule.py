@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -22,7 +23,6 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from xla_fsdp.distributed.collectives import Collectives, Meanwhile, RingCollectives
-from xla_fsdp.fsdp.engine import checks
 from xla_fsdp.fsdp.engine.param_guards import in_forward
 from xla_fsdp.xla import ops
 
@@ -125,7 +125,8 @@ class Schedule:
         is_last: False if more backward passes follow before the optimizer step; the first gather
             of the next pass then waits for what is unfinished at the end of this one.
         unreduced: units with gradients left by ``no_sync``.
-        to_check: units that have changed since the last check, where there are checks.
+        to_check: units that have changed since the last pass; None without ``XLA_FSDP_CHECK=1``,
+            which asserts what holds between two passes when one ends.
     """
 
     def __init__(self, *, sync_on_end: bool = False) -> None:
@@ -150,7 +151,11 @@ class Schedule:
         # The units that hold parameters: for a backward pass, by its number; -1 for a forward or
         # backward that may never run.
         self._holding: dict[Unit, int] = {}
-        self.to_check: weakref.WeakSet[Unit] = weakref.WeakSet()
+        checks = os.environ.get("XLA_FSDP_CHECK") == "1"
+        self.to_check: dict[weakref.ref[Unit], None] | None = {} if checks else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "to_check": None if self.to_check is None else {}}
 
     def replay_facts(self) -> tuple[Any, ...]:
         """Return what a traced step depends on besides tensors."""
@@ -303,8 +308,9 @@ class Schedule:
         self._free(-1)
         if self.is_last:
             self._clear()
-        if checks.ENABLED:
-            self._check()
+        if self.to_check is not None:
+            found, self.to_check = self.to_check, {}
+            self._check([unit for reference in found if (unit := reference()) is not None])
         if self.is_last and self._sync_on_end:
             ops.sync()
 
@@ -322,13 +328,16 @@ class Schedule:
         self._last[True], self._unfinished = [], []
         self._in_rings, self._in_rings_before = [], []
 
-    def _check(self) -> None:
+    def _check(self, units: Sequence[Unit]) -> None:
         stored = [*self._last[True], *self._unfinished, *self._in_rings, *self._in_rings_before]
         problems = [f"the schedule keeps {len(stored)} tensors"] * bool(stored and self.is_last)
         problems += [f"{unit} waits for another end" for unit in self._holding]
-        problems += [each for unit in self.to_check for each in unit.problems()]
-        self.to_check.clear()
-        checks.expect_none(problems)
+        problems += [each for unit in units for each in unit.problems()]
+        if problems:
+            raise AssertionError(
+                f"at the end of a backward pass (XLA_FSDP_CHECK=1): {'; '.join(problems)}. This is "
+                f"an error of xla_fsdp: report it with these lines"
+            )
 
 
 # ---------------------------------------------------------------- what it tells

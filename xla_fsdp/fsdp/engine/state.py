@@ -31,7 +31,6 @@ from xla_fsdp.distributed.higher_order import (
     outside_transforms,
 )
 from xla_fsdp.distributed.pytree import map_tensors
-from xla_fsdp.fsdp.engine import checks
 from xla_fsdp.fsdp.engine.autograd import (
     ForwardCall,
     PostBackward,
@@ -43,9 +42,7 @@ from xla_fsdp.fsdp.engine.autograd import (
     through,
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.forward_weight import detached
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
-from xla_fsdp.fsdp.engine.large_linear import LinearInPieces, large_weights
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import Dummies, Reshard, in_forward
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
@@ -159,6 +156,9 @@ class FSDPState:
         state: what the modules hold.
         settings: options that may change between steps.
         schedule: shared with the other units of the model after ``join``.
+        at_unshard: called with the group whenever its modules hold other unsharded parameters.
+        at_forward: called with the unit, the call and its saved parameters when a forward begins.
+        loops: traced for the unit.
     """
 
     def __init__(
@@ -179,10 +179,12 @@ class FSDPState:
         self.state = UnitState.SHARDED
         self._forward: ForwardPass | None = None
         self._recomputing: set[int] = set()  # numbers of modules whose forward is recomputed
-        self._history: deque[str] = deque(maxlen=20)  # of events, for ``checks``
+        self._history: deque[str] = deque(maxlen=20)  # of events, where they are checked
         dtypes = {param.compute_dtype or param.leaf.dtype for param in group.params}
         self._dummies = Dummies(dtypes, device)
-        self._loops = LoopCache()  # of large weights
+        self.at_unshard: list[Callable[[FSDPParamGroup], None]] = []
+        self.at_forward: list[Callable[[FSDPState, ForwardCall, SavedParams], None]] = []
+        self.loops = LoopCache()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.group.log.unit}: {self.state.name}, {self.group!r})"
@@ -217,15 +219,16 @@ class FSDPState:
             versions: of the shards from which they were gathered (default: the current ones).
         """
         action, state = transition(self.state, event)
-        if checks.ENABLED:
+        if self.schedule.to_check is not None:
             self._history.append(f"{self.state.name} -{event.name}-> {state.name}")
-            self.schedule.to_check.add(self)
+            self.schedule.to_check[weakref.ref(self)] = None
         if action is Action.KEEP:
-            unsharded = [detached(tensor) for tensor in self.group.unsharded]
+            with torch._C.DisableTorchFunctionSubclass():  # plain tensors, of whatever class
+                unsharded = [tensor.detach() for tensor in self.group.unsharded]
             versions = self.group.unsharded_versions
         if action in (Action.HOLD, Action.KEEP):
             idle, revokes = state is UnitState.BACKWARD, state in REVOKED
-            self.group.to_unsharded(unsharded, versions=versions, idle=idle, revokes=revokes)
+            self._show(unsharded, versions, idle=idle, revokes=revokes)
         elif action is Action.FREE:
             self.group.to_sharded()
         elif action is Action.END_FORWARD:
@@ -235,6 +238,18 @@ class FSDPState:
         if state is UnitState.UNSHARDED:
             remember_shown(self.group.unsharded)
         self.state = state
+
+    def _show(
+        self,
+        unsharded: Sequence[Tensor],
+        versions: list[int] | None,
+        *,
+        idle: bool = False,
+        revokes: bool = True,
+    ) -> None:
+        self.group.to_unsharded(unsharded, versions=versions, idle=idle, revokes=revokes)
+        for change in self.at_unshard:
+            change(self.group)
 
     def end_pass(self) -> None:
         """Free what the unit holds for a pass that is over, or has raised."""
@@ -532,21 +547,11 @@ class FSDPState:
             unsharded = [reduce_early(call, at, each) for at, each in enumerate(unsharded)]
         saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
         self._on(Event.FORWARD, unsharded, call.versions)
-        self._compute_in_pieces(call, saved)
+        for begin in self.at_forward:
+            begin(self, call, saved)
         for_backward = larger if call.reshards else unsharded
         self._forward = ForwardPass(call, for_backward, saved)
         return self._forward
-
-    def _compute_in_pieces(self, call: ForwardCall, saved: SavedParams) -> None:
-        """Let ``F.linear`` use large weights of a root piece by piece. Inside of other units, the
-        loops would keep gathers of other parameters from being hidden."""
-        settings = self.settings
-        of_root = settings.is_root and self.schedule.has_units
-        # A root keeps its parameters for backward, which comes next; at the user's request all.
-        gathers = self.group.collectives.num_shards > 1
-        if of_root and gathers and settings.reshard_after_forward and not settings.keeps_larger:
-            for original, number in large_weights(self.group).items():
-                LinearInPieces(call, saved, original, number, self._loops).mark()
 
     def _unshard_for_forward(self, before: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return unsharded parameters, and the larger shards that backward gathers from, if any."""
@@ -588,7 +593,7 @@ class FSDPState:
         held, versions = group.unsharded, group.unsharded_versions
         unsharded = connect(call, group.copies())
         saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
-        group.to_unsharded(unsharded, versions=versions)
+        self._show(unsharded, versions)
         self._recomputing.add(part)
         try:
             with in_forward(True), saved.hooks() if call.reshards else nullcontext():
@@ -596,7 +601,7 @@ class FSDPState:
         finally:
             self._recomputing.discard(part)
             revokes = self.state in REVOKED
-            group.to_unsharded(held, versions=versions, idle=True, revokes=revokes)
+            self._show(held, versions, idle=True, revokes=revokes)
             saved.reshard(Reshard(group, versions, freed=False), None)
         return self._tie_outputs(call, outputs, [] if call.reshards else unsharded)
 

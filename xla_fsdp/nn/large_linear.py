@@ -26,9 +26,10 @@ from torch.nn import Parameter
 
 from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.fsdp.engine.autograd import ForwardCall, SavedParams, on_device, version_of
-from xla_fsdp.fsdp.engine.forward_weight import compute_by
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.nn.forward_weight import compute_by
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import Loop, LoopCache, TensorSpec, read_slice, trace_body, write_slice
 
@@ -59,6 +60,18 @@ def large_weights(group: FSDPParamGroup) -> dict[int, int]:
                 found[original] = number
         original += len(param.originals)
     return found
+
+
+def compute_in_pieces(unit: FSDPState, call: ForwardCall, saved: SavedParams) -> None:
+    """Let ``F.linear`` use large weights of a root piece by piece, in a forward that begins. Inside
+    of other units, the loops would keep gathers of other parameters from being hidden."""
+    settings = unit.settings
+    of_root = settings.is_root and unit.schedule.has_units
+    # A root keeps its parameters for backward, which comes next; at the user's request all.
+    gathers = unit.group.collectives.num_shards > 1
+    if of_root and gathers and settings.reshard_after_forward and not settings.keeps_larger:
+        for original, number in large_weights(unit.group).items():
+            LinearInPieces(call, saved, original, number, unit.loops).mark()
 
 
 def weights_are_whole() -> bool:

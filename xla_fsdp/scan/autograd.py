@@ -245,7 +245,6 @@ def _backward(
 ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
     call: ScanCall = ctx.call
     schedule, needs = call.first_unit.schedule, ctx.needs
-    schedule.ensure_end_of_pass_callback()
     grad, sent = _gated(call, grad, ctx.versions)
     ys, others, *held, seeds = split(ctx.saved_tensors, ctx.sizes)
     own = list(zip(held[1::3], held[2::3], strict=True))
@@ -318,8 +317,7 @@ def _all_reduce(call: ScanCall) -> bool:
     without a hook, and divides alike."""
     units = [unit for position in call.positions for unit in position.units]
     divisors = {(u.group.reduction.predivide, u.group.reduction.postdivide) for u in units}
-    reduced = (u.settings.sync_gradients and u.group.reduces_plainly for u in units)
-    return len(divisors) == 1 and all(reduced)
+    return len(divisors) == 1 and all(unit.reduces_plainly for unit in units)
 
 
 def _backward_program(

@@ -50,7 +50,7 @@ class AllGather:
         log: ScheduleLog,
     ) -> None:
         self._params = tuple(params)
-        self._log = log
+        self.log = log
         self._collectives = collectives
         self._smaller = smaller
         self._limit = math.inf if config.coalesce_all_gather_ops else 0
@@ -128,7 +128,7 @@ class AllGather:
         return _unpack(self._params, by_number(packed, unpacked))
 
     def _sent(self, bucket: Bucket, sent: Tensor, params: Sequence[FSDPParam]) -> Tensor:
-        return self._log.sends("all-gather", sent, bucket.numbers, params)
+        return self.log.sends("all-gather", sent, bucket.numbers, params)
 
     def _gather_within(self, larger: Tensor) -> Tensor:
         groups, width = self._smaller_groups, larger.shape[-1]

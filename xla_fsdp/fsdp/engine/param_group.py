@@ -8,7 +8,7 @@ replicas), and have the dtype of the shard.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,6 +73,7 @@ class FSDPParamGroup:
         unsharded_versions: versions of the shards from which ``unsharded`` was gathered.
         all_reduces: whether gradients are summed over replicas.
         stepper: steps the shards in backward and drops their gradients.
+        at_unshard: called with the group whenever its modules hold other unsharded parameters.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class FSDPParamGroup:
         self.unsharded_versions: list[int] = []
         self.all_reduces = True
         self.stepper: Stepper | None = None
+        self.at_unshard: list[Callable[[FSDPParamGroup], None]] = []
         self._mesh = config.mesh
         self._revokes = False  # whether ``unsharded`` become ``ReshardedParam``s
         self._prefetched: Unsharded | None = None
@@ -222,6 +224,8 @@ class FSDPParamGroup:
         reopen(unsharded)
         self.unsharded, self._revokes, self._prefetched = list(unsharded), revokes, None
         self.unsharded_versions = self.versions if versions is None else versions
+        for change in self.at_unshard:
+            change(self)
 
     def to_sharded(self, *, kept: bool = False) -> None:
         """Point the modules at the shards; ``kept`` if autograd keeps the parameters."""
@@ -299,10 +303,6 @@ class FSDPParamGroup:
         found = self._prefetched if self.has_prefetched else None
         self._prefetched = None
         return found
-
-    def drop_prefetched(self) -> None:
-        """Free the prefetched parameters."""
-        self._prefetched = None
 
     # ------------------------------------------------------------ gradients
 

@@ -30,22 +30,13 @@ from xla_fsdp.xla import ops
 class Unit(Protocol):
     """The part of ``FSDPState`` used here."""
 
-    def end_pass(self) -> None:
-        """Free what the unit holds for a pass that is over, or has raised."""
-        ...
-
-    def reduce_unreduced(self) -> None:
-        """Reduce gradients that earlier passes have left."""
-        ...
-
-    def problems(self) -> list[str]:
-        """Return what is wrong with the unit between two passes."""
-        ...
+    def end_pass(self) -> None: ...
+    def reduce_unreduced(self) -> None: ...
+    def problems(self) -> list[str]: ...
 
 
-def current_pass() -> int:
-    """Return the number of the backward pass that the calling thread runs, or -1 outside of one."""
-    return torch._C._current_graph_task_id()
+current_pass = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that the calling thread runs, or -1 outside of one."""
 
 
 # ---------------------------------------------------------------- forwards that run
@@ -204,7 +195,7 @@ class Schedule:
     def finish_first(self, tensors: Iterable[Tensor], by: Collectives | None = None) -> None:
         """Let the next gather of the current backward pass wait for ``tensors`` (reduced gradients,
         gradients of inputs, stepped shards), as their units' parameters would else still be in
-        memory. Does nothing if no unit of this model takes part in the pass.
+        memory.
 
         Args:
             tensors: what is to be computed.
@@ -212,9 +203,9 @@ class Schedule:
                 they hold unsharded gradients meanwhile, so the unit after the next one waits for
                 those that come from rings.
         """
+        self.ensure_end_of_pass_callback()
         found = list(tensors)
-        if current_pass() in self._passes:
-            self._unfinished += found
+        self._unfinished += found
         if isinstance(by, RingCollectives):
             self._in_rings_before += self._in_rings
             self._in_rings = [each for each in found if by.went_around(each)]
@@ -320,6 +311,7 @@ class Schedule:
             unit.end_pass()
 
     def _take_unfinished(self) -> list[Tensor]:
+        self.ensure_end_of_pass_callback()
         found, self._unfinished = self._unfinished, []
         return found
 

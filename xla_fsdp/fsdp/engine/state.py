@@ -56,7 +56,14 @@ from xla_fsdp.fsdp.engine.schedule import (
     running_units,
 )
 from xla_fsdp.fsdp.engine.shard_tensor import refuse_shards
-from xla_fsdp.fsdp.engine.transitions import REVOKED, Action, Event, UnitState, transition
+from xla_fsdp.fsdp.engine.transitions import (
+    NEEDS_GATHER,
+    REVOKED,
+    TRANSITIONS,
+    Action,
+    Event,
+    UnitState,
+)
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import LoopCache
 
@@ -156,7 +163,6 @@ class FSDPState:
         state: what the modules hold.
         settings: options that may change between steps.
         schedule: shared with the other units of the model after ``join``.
-        at_unshard: called with the group whenever its modules hold other unsharded parameters.
         at_forward: called with the unit, the call and its saved parameters when a forward begins.
         loops: traced for the unit.
     """
@@ -182,7 +188,6 @@ class FSDPState:
         self._history: deque[str] = deque(maxlen=20)  # of events, where they are checked
         dtypes = {param.compute_dtype or param.leaf.dtype for param in group.params}
         self._dummies = Dummies(dtypes, device)
-        self.at_unshard: list[Callable[[FSDPParamGroup], None]] = []
         self.at_forward: list[Callable[[FSDPState, ForwardCall, SavedParams], None]] = []
         self.loops = LoopCache()
 
@@ -217,8 +222,14 @@ class FSDPState:
             event: what happens.
             unsharded: the parameters that the modules are to hold, if that follows.
             versions: of the shards from which they were gathered (default: the current ones).
+
+        Raises:
+            RuntimeError: if the event cannot happen in the unit's state.
         """
-        action, state = transition(self.state, event)
+        found = TRANSITIONS.get((self.state, event))
+        if found is None:
+            raise RuntimeError(f"a unit in state {self.state.name} cannot take {event.name}")
+        action, state = found
         if self.schedule.to_check is not None:
             self._history.append(f"{self.state.name} -{event.name}-> {state.name}")
             self.schedule.to_check[weakref.ref(self)] = None
@@ -228,28 +239,16 @@ class FSDPState:
             versions = self.group.unsharded_versions
         if action in (Action.HOLD, Action.KEEP):
             idle, revokes = state is UnitState.BACKWARD, state in REVOKED
-            self._show(unsharded, versions, idle=idle, revokes=revokes)
+            self.group.to_unsharded(unsharded, versions=versions, idle=idle, revokes=revokes)
         elif action is Action.FREE:
             self.group.to_sharded()
         elif action is Action.END_FORWARD:
             self._free_forward()
         elif action is Action.DROP:
-            self.group.drop_prefetched()
+            self.group.take_prefetched()
         if state is UnitState.UNSHARDED:
             remember_shown(self.group.unsharded)
         self.state = state
-
-    def _show(
-        self,
-        unsharded: Sequence[Tensor],
-        versions: list[int] | None,
-        *,
-        idle: bool = False,
-        revokes: bool = True,
-    ) -> None:
-        self.group.to_unsharded(unsharded, versions=versions, idle=idle, revokes=revokes)
-        for change in self.at_unshard:
-            change(self.group)
 
     def end_pass(self) -> None:
         """Free what the unit holds for a pass that is over, or has raised."""
@@ -276,11 +275,6 @@ class FSDPState:
         changed since they were gathered."""
         is_unsharded = self.state is UnitState.UNSHARDED
         return is_unsharded and self.group.unsharded_versions == self.group.versions
-
-    @property
-    def _needs_gather(self) -> bool:
-        """Whether backward must gather, or copy what was unsharded at the user's request."""
-        return transition(self.state, Event.BACKWARD)[0] is Action.HOLD
 
     def problems(self) -> list[str]:
         """Return what is wrong with the unit between two backward passes."""
@@ -495,7 +489,7 @@ class FSDPState:
                 "tangents. Use jacrev, jacrev(jacrev(f)), one CPU rank, or TPU"
             )
         self.schedule.cleanup_failed_passes()
-        gathers = self._needs_gather
+        gathers = self.state in NEEDS_GATHER
         if gathers:
             with outside_transforms():
                 call = self._new_call(recomputed=False)
@@ -588,12 +582,12 @@ class FSDPState:
         unit needs no other gather.
         """
         group = self.group
-        if self._needs_gather:
+        if self.state in NEEDS_GATHER:
             self._unshard_until_end_of_pass(self._unshard_for_backward(before, []))
         held, versions = group.unsharded, group.unsharded_versions
         unsharded = connect(call, group.copies())
         saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
-        self._show(unsharded, versions)
+        group.to_unsharded(unsharded, versions=versions)
         self._recomputing.add(part)
         try:
             with in_forward(True), saved.hooks() if call.reshards else nullcontext():
@@ -601,7 +595,7 @@ class FSDPState:
         finally:
             self._recomputing.discard(part)
             revokes = self.state in REVOKED
-            self._show(held, versions, idle=True, revokes=revokes)
+            group.to_unsharded(held, versions=versions, idle=True, revokes=revokes)
             saved.reshard(Reshard(group, versions, freed=False), None)
         return self._tie_outputs(call, outputs, [] if call.reshards else unsharded)
 
@@ -634,14 +628,12 @@ class FSDPState:
             RuntimeError: if shards were changed since the forward.
         """
         settings = self.settings
-        self.schedule.ensure_end_of_pass_callback()
         if call.reshards:
             refuse_changed(call.versions, self.group.versions)
-        call.restart(current_pass())
         if self.state is UnitState.WAITING:
             self._on(Event.FORWARD_DONE)
         unshards = settings.unshard_in_backward or not call.reshards
-        if self._needs_gather and self.group.params and unshards:
+        if self.state in NEEDS_GATHER and self.group.params and unshards:
             before = self._before([grad for grad in grads if grad is not None])
             if saved and not call.reshards:
                 self._hold_until_end_of_pass(list(saved), call.versions)
@@ -671,8 +663,7 @@ class FSDPState:
     def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None:
         """Reduce the gradient of original parameter ``number`` before those of the others, and
         return None; return ``grad`` if that would need one more collective."""
-        self.schedule.ensure_end_of_pass_callback()
-        if not self.settings.sync_gradients or not self.group.reduces_plainly:
+        if not self.reduces_plainly:
             return grad
         by = self.schedule.collectives_for(self.group.collectives, of_root=True)
         found = self.group.reduction.scatter_alone(number, grad, by)
@@ -683,15 +674,18 @@ class FSDPState:
         return None
 
     @property
+    def reduces_plainly(self) -> bool:
+        """Whether backward reduces gradients, and needs nothing else for it."""
+        return self.settings.sync_gradients and self.group.reduces_plainly
+
+    @property
     def reduces_now(self) -> bool:
         """Whether a gradient that is reduced in parts is what backward expects: no later passes, no
         hooks of the user, no backward inside the forward."""
-        plainly = self.settings.sync_gradients and self.group.reduces_plainly
-        return plainly and self._forward is None
+        return self.reduces_plainly and self._forward is None
 
     def take_reduced(self, call: ForwardCall, number: int, total: Tensor) -> None:
         """Take the gradient of parameter ``number``, summed over the ranks, [rows, width]."""
-        self.schedule.ensure_end_of_pass_callback()
         call.add_reduced_early(self.group.reduction.as_bucket(number, total))
         self.schedule.finish_first([total])
 
@@ -716,8 +710,8 @@ class FSDPState:
             grads: unsharded gradients, one for each original parameter.
             early: gradients that ``reduce_early`` has reduced.
         """
-        self.schedule.ensure_end_of_pass_callback()
         if not self.settings.sync_gradients:
+            self.schedule.ensure_end_of_pass_callback()
             self.group.leave_unreduced(grads)
             self._remember_unreduced()
             return [None] * len(self.group.params)
@@ -732,7 +726,6 @@ class FSDPState:
 
     def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs, each available only once all are."""
-        self.schedule.ensure_end_of_pass_callback()
         ready = self._tie_grads(grads)
         self.schedule.finish_first(grad for grad in ready if grad is not None)
         return ready

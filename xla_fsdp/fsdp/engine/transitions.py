@@ -46,7 +46,14 @@ class Action(Enum):
 
 _S, _E, _A = UnitState, Event, Action
 
+AT_ANY_TIME = (
+    _E.BACKWARD, _E.BACKWARD_DONE, _E.BACKWARD_DONE_KEPT, _E.PASS_DONE, _E.UNSHARD, _E.RESHARD,
+)  # fmt: skip
+"""Events that change nothing in the states for which they are not listed. All others are errors
+there."""
+
 TRANSITIONS: dict[tuple[UnitState, Event], tuple[Action, UnitState]] = {
+    **{(state, event): (_A.NOTHING, state) for state in _S for event in AT_ANY_TIME},
     (_S.SHARDED, _E.FORWARD): (_A.HOLD, _S.FORWARD),
     (_S.SHARDED, _E.LOOP_BODY): (_A.HOLD, _S.FORWARD),
     (_S.SHARDED, _E.BACKWARD): (_A.HOLD, _S.BACKWARD),
@@ -71,27 +78,9 @@ TRANSITIONS: dict[tuple[UnitState, Event], tuple[Action, UnitState]] = {
     (_S.SUMMONED, _E.RELEASE): (_A.FREE, _S.SHARDED),
 }
 
-AT_ANY_TIME = {
-    _E.BACKWARD, _E.BACKWARD_DONE, _E.BACKWARD_DONE_KEPT, _E.PASS_DONE, _E.UNSHARD, _E.RESHARD,
-}  # fmt: skip
-"""Events that change nothing in the states for which the table does not list them. All others are
-errors there."""
-
+NEEDS_GATHER = {_S.SHARDED, _S.UNSHARDED}
+"""States in which backward gathers, or copies what was unsharded at the user's request."""
 
 REVOKED = {_S.BACKWARD, _S.UNSHARDED}
 """States after which those who still hold the parameters hold ``ReshardedParam``s. Not after a
 forward, whose outputs are still to come and may be parameters; and leaves belong to the user."""
-
-
-def transition(state: UnitState, event: Event) -> tuple[Action, UnitState]:
-    """Return what a unit does in ``state`` at ``event``, and its state then.
-
-    Raises:
-        RuntimeError: if the event cannot happen in the state.
-    """
-    found = TRANSITIONS.get((state, event))
-    if found is not None:
-        return found
-    if event not in AT_ANY_TIME:
-        raise RuntimeError(f"a unit in state {state.name} cannot take {event.name}")
-    return Action.NOTHING, state

@@ -27,7 +27,6 @@ from xla_fsdp.nn.chunked.hooks import (
     compute_of,
     end_backward,
     pieces_problems,
-    reduces,
     shards_for_forward,
     start_backward,
 )
@@ -316,7 +315,7 @@ class HeadCall:
         first = [] if config.keeps_chunks else [gathered]
         xs, constants = [sent, numbers, *bias], [hidden, targets, norm, share]
         needed = NeededGrads(
-            needs_hidden, weights.trains(WEIGHT), weights.trains(BIAS), reduces(self.unit)
+            needs_hidden, weights.trains(WEIGHT), weights.trains(BIAS), self.unit.reduces_plainly
         )
         predivide = self.unit.group.reduction.predivide  # a constant of the program
         loop = self.loops.get(

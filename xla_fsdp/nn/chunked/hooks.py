@@ -141,18 +141,11 @@ def shards_for_forward(unit: FSDPState, inputs: Sequence[Tensor]) -> list[Tensor
 def start_backward(unit: FSDPState, grad: Tensor, *needed: Tensor) -> list[Tensor]:
     """Return the gradient of the output and the ``needed`` tensors, ordered after everything that
     backward has computed so far."""
-    unit.schedule.ensure_end_of_pass_callback()
     before = unit.schedule.before_loop([grad])
     if not unit.config.optimization_barrier_in_backward:
         return [grad, *needed]
     grad, *rest = ops.barrier([*before, *needed])
     return [grad, *rest[len(before) - 1 :]]
-
-
-def reduces(unit: FSDPState) -> bool:
-    """Return whether a loop can reduce gradients: they do not wait for later micro-batches, and no
-    hook of the user reduces them."""
-    return unit.settings.sync_gradients and unit.group.reduces_plainly
 
 
 def end_backward(unit: FSDPState, grad: Tensor | None, of_shards: Sequence[Tensor | None]) -> None:

@@ -18,7 +18,7 @@ MOST_ENTRIES = 21
 """Of the package's folder, so that a listing shows its parts."""
 
 LAYERS = (
-    ("integrations", "preflight", "launch", "consolidate_sharded_ckpts"),
+    ("integrations", "preflight", "launch", "consolidate_sharded_ckpts", "checkpoint"),
     ("recipe",),
     ("optim", "compile"),
     ("state.train_checkpoint", "state.checkpoint_manager"),
@@ -31,7 +31,13 @@ LAYERS = (
     ("optim.clip_grad", "optim.initial_state", "state.save_guards"),
     ("fsdp.engine",),
     ("optim.traits", "compat", "comm_hooks"),
-    ("checkpoint",),
+    (
+        "checkpoint.files",
+        "checkpoint.format",
+        "checkpoint.steps",
+        "checkpoint.convert",
+        "checkpoint.errors",
+    ),
     ("distributed",),
     ("xla",),
     (

@@ -48,7 +48,7 @@ def build_step(plain: int = 0) -> Callable[[], Tensor]:
     places = range(plain)
     if not plain:
         from xla_fsdp import XlaFullyShardedDataParallel
-        from xla_fsdp.fsdp.engine import large_linear
+        from xla_fsdp.nn import large_linear
         from xla_fsdp.xla import ops
 
         large_linear.LEAST_BYTES = 2**16

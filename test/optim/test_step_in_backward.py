@@ -148,7 +148,7 @@ def what_is_pending(rank: int) -> dict[str, list[int]]:
         torch_xla.sync()
         same = [torch.equal(*pair) for pair in zip(before, values(holder), strict=True)]
         assert rank == 1 or not any(same)  # what is this small is rank 0's
-        return [len(block._fsdp_unit.context.pending) for block in blocks]
+        return [len(block._fsdp_unit.schedule._unfinished) for block in blocks]
 
     x = torch.ones(4, FEATURES, device=torch_xla.device())
     for block in blocks:

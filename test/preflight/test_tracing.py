@@ -129,7 +129,7 @@ def traced_in_pieces() -> dict[str, Any]:
     from unittest import mock
 
     from test.common.large_head import step_of
-    from xla_fsdp.fsdp.engine import large_linear
+    from xla_fsdp.nn import large_linear
     from xla_fsdp.nn.chunked import chunks
     from xla_fsdp.preflight.topologies import find_topology
     from xla_fsdp.preflight.trace.tracing import trace_step

@@ -1,8 +1,10 @@
-"""Merge, convert, check and reshard checkpoint files. Imports no torch_xla."""
+"""Merge, convert, check and reshard checkpoint files. Imports no torch_xla.
+
+This lists public names, as ``xla_fsdp`` itself does: no module of the package imports it.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from xla_fsdp.checkpoint.convert.consolidate import (
@@ -56,5 +58,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "CheckpointManager":  # which needs torch_xla, as all that holds a model in training
-        return import_module("xla_fsdp.state.checkpoint_manager").CheckpointManager
+        from xla_fsdp.state.checkpoint_manager import CheckpointManager
+
+        return CheckpointManager
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

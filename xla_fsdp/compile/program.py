@@ -22,7 +22,8 @@ from xla_fsdp.compile.host_numbers import Expression, evaluate, sources_of
 from xla_fsdp.compile.optimizer_numbers import Counts, Key, OptimizerNumbers
 from xla_fsdp.compile.seen import Operation
 from xla_fsdp.compile.slots import Entry, Slot, SlotReader, kind
-from xla_fsdp.fsdp.engine.state import FSDPContext, FSDPState
+from xla_fsdp.fsdp.engine.schedule import Schedule
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.xla import ops, programs
 from xla_fsdp.xla.host import settle
 
@@ -139,7 +140,7 @@ class Program:
     numbers: Numbers
     collectives: tuple[str, ...]
     last_seed: tuple[str, int]
-    unreduced: list[tuple[FSDPContext, list[FSDPState]]]
+    unreduced: list[tuple[Schedule, list[FSDPState]]]
     compiled: int
     arguments: list[weakref.ref[Tensor] | None]
     operations: list[Operation]

@@ -64,7 +64,7 @@ class Trace:
         self._counts = [count.read() for count in counts]
         self._begins = [count.begin for count in counts]
         self._with_state = [set(map(id, each.state)) for each in state.optimizers]
-        self._unreduced = [(each.context, list(each.context.unreduced)) for each in state.units]
+        self._unreduced = [(each.schedule, list(each.schedule.unreduced)) for each in state.units]
         self._found = HostNumbers()
         self._keys = self._numbers.keys_of(self._begins)
         self.seen = Seen(self._found, self._numbers.tensors(self._keys), refuses=refuses)
@@ -355,7 +355,9 @@ class Trace:
             numbers=self._numbers_after(),
             collectives=ops.runtime().traced_collectives(),
             last_seed=("draws", 0),
-            unreduced=[(each.context, list(each.context.unreduced)) for each in self._state.units],
+            unreduced=[
+                (each.schedule, list(each.schedule.unreduced)) for each in self._state.units
+            ],
             compiled=programs.compiled(),
             arguments=[
                 weakref.ref(each) if isinstance(each, Tensor) else None for each in self._arguments

@@ -60,7 +60,7 @@ class FSDPModule(ShardedModule):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         # A pass that raised may have left parameters unsharded; callers expect shards.
-        self._fsdp_module_state.unit.context.abandon()
+        self._fsdp_module_state.unit.schedule.cleanup_failed_passes()
         yield from super().named_modules(memo, prefix, remove_duplicate)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -151,7 +151,7 @@ class FSDPModule(ShardedModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last one before the gradients are used. If not,
         reductions that it leaves pending are computed before the next backward's first gather."""
-        self._fsdp_unit.context.is_last = is_last_backward
+        self._fsdp_unit.schedule.is_last = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over all ranks by ``factor`` instead of their number.

@@ -35,7 +35,8 @@ from xla_fsdp.distributed.higher_order import explain_hooks, in_transform
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device, present, through, version_of
 from xla_fsdp.fsdp.engine.inputs import Inputs
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
-from xla_fsdp.fsdp.engine.state import FSDPState, current_pass, running_units
+from xla_fsdp.fsdp.engine.schedule import current_pass, running_units
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.wrap import has_forward
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.graph import buffer_id

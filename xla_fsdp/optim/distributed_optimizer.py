@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from itertools import chain
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -36,29 +37,18 @@ class DelegatingOptimizer(Optimizer, ABC):
         for each in self.delegates:
             each.zero_grad(set_to_none)
 
-    def register_step_pre_hook(self, hook: Hook) -> Any:
-        return self._register("step_pre", hook)
-
-    def register_step_post_hook(self, hook: Hook) -> Any:
-        return self._register("step_post", hook)
-
-    def register_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> Any:
-        return self._register("state_dict_pre", hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> Any:
-        return self._register("state_dict_post", hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> Any:
-        return self._register("load_state_dict_pre", hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> Any:
-        return self._register("load_state_dict_post", hook, prepend)
-
-    def _register(self, event: str, *args: Any) -> Handles:
+    def _register(self, event: str, *args: Any, **kwargs: Any) -> Handles:
         handles = Handles()
         for each in self.delegates:
-            handles.callback(getattr(each, f"register_{event}_hook")(*args).remove)
+            handles.callback(getattr(each, f"register_{event}_hook")(*args, **kwargs).remove)
         return handles
+
+    register_step_pre_hook: Any = partialmethod(_register, "step_pre")
+    register_step_post_hook: Any = partialmethod(_register, "step_post")
+    register_state_dict_pre_hook: Any = partialmethod(_register, "state_dict_pre")
+    register_state_dict_post_hook: Any = partialmethod(_register, "state_dict_post")
+    register_load_state_dict_pre_hook: Any = partialmethod(_register, "load_state_dict_pre")
+    register_load_state_dict_post_hook: Any = partialmethod(_register, "load_state_dict_post")
 
 
 class Handles(contextlib.ExitStack):
@@ -105,7 +95,6 @@ class DistributedOptimizer(DelegatingOptimizer):
         self.optimizers: dict[str, Optimizer] = {
             name: classes[name](own, *args, **kwargs) for name, own in params.items() if own
         }
-        self._state = StateOfParts(list(self.optimizers.values()))
         self.defaults = next(iter(self.optimizers.values())).defaults
 
     def __repr__(self) -> str:
@@ -124,7 +113,7 @@ class DistributedOptimizer(DelegatingOptimizer):
     @property
     def state(self) -> StateOfParts:  # type: ignore[override]
         """The state of all parts, by parameter; writes go to the parts' own state."""
-        return self._state
+        return StateOfParts(self.delegates)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call ``closure`` once, step every part, and return the closure's result."""
@@ -182,13 +171,14 @@ class DistributedOptimizer(DelegatingOptimizer):
         return parts
 
 
-class StateOfParts(MutableMapping[torch.Tensor, Any]):
+class StateOfParts(ChainMap[torch.Tensor, Any]):
     """A view of the states of several optimizers that share no parameter.
 
     Like torch's own state, it makes an empty entry when a parameter is looked up by ``[]``.
     """
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
+        super().__init__(*(each.state for each in optimizers))
         self._optimizers = optimizers
 
     def __getitem__(self, param: torch.Tensor) -> Any:
@@ -200,17 +190,7 @@ class StateOfParts(MutableMapping[torch.Tensor, Any]):
     def __delitem__(self, param: torch.Tensor) -> None:
         del self._state_with(param)[param]
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return chain.from_iterable(each.state for each in self._optimizers)
-
-    def __len__(self) -> int:
-        return sum(len(each.state) for each in self._optimizers)
-
-    def __contains__(self, param: object) -> bool:
-        return any(param in each.state for each in self._optimizers)
-
-    def get(self, param: torch.Tensor, default: Any = None) -> Any:
-        return super().get(param, default) if param in self else default
+    pop: Any = MutableMapping.pop  # that of ``ChainMap`` looks at the first state alone
 
     def _state_with(self, param: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
         for each in self._optimizers:

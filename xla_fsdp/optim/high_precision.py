@@ -140,8 +140,6 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         if self._rounds:
             param_group = {ROUNDED_STEPS: 0, **param_group}
         super().add_param_group(param_group)
-        if self.is_built:
-            self._take_initial_state()
 
     @torch.no_grad()
     def step(

@@ -24,7 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
 from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.fsdp.engine.state import FSDPState, current_pass
+from xla_fsdp.fsdp.engine.schedule import current_pass
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.optim.guards import is_guard
 from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.initial_state import make_state_of
@@ -182,7 +183,7 @@ class StepInBackward:
         unit = reference()
         if unit is None or shard.grad is None:
             return
-        if not (unit.settings.is_last_backward and unit.context.is_last):
+        if not (unit.settings.is_last_backward and unit.schedule.is_last):
             return
         if self._stepped.get(shard, -1) == current_pass():
             raise RuntimeError(
@@ -195,7 +196,7 @@ class StepInBackward:
             optimizer.step()
         self._since_step.add(shard)
         shard.grad = None
-        unit.context.wait_for(shard.detach())  # later gathers wait, so that memory is freed first
+        unit.schedule.finish_first([shard.detach()])
 
 
 class _StepsSinceStep:

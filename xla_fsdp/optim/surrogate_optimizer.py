@@ -67,6 +67,10 @@ class SurrogateOptimizer(Optimizer, ABC):
         if self.is_built:
             self.inner.add_param_group(self._as_inner(self.param_groups[-1]))
             self._options_from_inner()
+            self._take_initial_state()
+
+    def _take_initial_state(self) -> None:
+        """Move state that the inner optimizer created in its constructor to the parameters."""
 
     def _as_inner(self, group: dict[str, Any]) -> dict[str, Any]:
         options = {name: value for name, value in group.items() if name not in NOT_OPTIONS}

@@ -69,11 +69,6 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         """Return the whole parameters of a shard or stack; ``param`` if it is whole."""
         return self._whole_params(param).params
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        if self.is_built:
-            self._take_initial_state()
-
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None
@@ -146,7 +141,6 @@ class WholeParameterOptimizer(SurrogateOptimizer):
                 own.update(state)
 
     def _take_initial_state(self) -> None:
-        """Move state that the inner optimizer created in its constructor to the parameters."""
         for each in self._all():
             if any(param in self.inner.state for param in each.params):
                 taken = [self.inner.state.pop(param, {}) for param in each.params]

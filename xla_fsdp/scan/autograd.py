@@ -176,8 +176,8 @@ def _forward(
 ) -> _Forward:
     unit = call.first_unit
     with torch.no_grad():
-        unit.context.rings.beside_loop = True
-        before = unit.context.forward_gate.swap([x])
+        unit.schedule.beside_loop = True
+        before = unit.schedule.before_loop([x])
         # Free what computed x, such as an embedding's unsharded table, before large parameters are
         # stacked; otherwise both are in memory at once.
         first = [x] if unit.config.optimization_barrier_in_forward else []
@@ -204,7 +204,7 @@ def _forward(
         draws = program.loop.draws_random_numbers
         seeds = new_seeds(call.blocks.length, x.device) if draws else None
         results = program.loop.run([x, *prefetched, *inputs.xs, *inputs.constants], seeds)
-        unit.context.end_loop_in_forward([results[0]])
+        unit.schedule.after_loop([results[0]])
     return _Forward(results[0], inputs, seeds, results[1 + len(prefetched) :], program)
 
 
@@ -244,8 +244,7 @@ def _backward(
     ctx: Any, grad: Tensor, inner: Sequence[Tensor | None]
 ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
     call: ScanCall = ctx.call
-    context, needs = call.first_unit.context, ctx.needs
-    context.watch()
+    schedule, needs = call.first_unit.schedule, ctx.needs
     grad, sent = _gated(call, grad, ctx.versions)
     ys, others, *held, seeds = split(ctx.saved_tensors, ctx.sizes)
     own = list(zip(held[1::3], held[2::3], strict=True))
@@ -281,8 +280,8 @@ def _backward(
             call, number, _at(number, reduced), _at(number, unsharded), reduces=reduces
         )
     ]
-    context.pending.extend(grad.detach() for grad in present(leaves))
-    context.backward_gate.hold([results[0].detach()])
+    schedule.finish_first(grad.detach() for grad in present(leaves))
+    schedule.after_loop([results[0].detach()])
     return results[0], [next(sums) if need else None for need in needs], leaves
 
 
@@ -301,7 +300,7 @@ def _gated(
     """
     unit = call.first_unit
     refuse_changed(versions, call.versions)
-    before = unit.context.fence([grad])
+    before = unit.schedule.before_loop([grad])
     leaves = _large_leaves(call)
     if unit.config.optimization_barrier_in_backward:
         flat = [leaf for own in leaves for leaf in own]
@@ -318,8 +317,7 @@ def _all_reduce(call: ScanCall) -> bool:
     without a hook, and divides alike."""
     units = [unit for position in call.positions for unit in position.units]
     divisors = {(u.group.reduction.predivide, u.group.reduction.postdivide) for u in units}
-    reduced = (u.settings.sync_gradients and u.group.reduces_plainly for u in units)
-    return len(divisors) == 1 and all(reduced)
+    return len(divisors) == 1 and all(unit.reduces_plainly for unit in units)
 
 
 def _backward_program(

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.autograd import on_device
-from xla_fsdp.fsdp.engine.state import FSDPState, current_pass, running_units
+from xla_fsdp.fsdp.engine.schedule import current_pass
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.remat_policy import ActivationStore, policy_of
 from xla_fsdp.scan.autograd import ForwardCounter, PositionCall, ScanCall
 from xla_fsdp.scan.block_inputs import (
@@ -300,7 +301,7 @@ class BlockScan:
 
     def _begin(self, blocks: list[Any], given: Arguments) -> _Pass:
         units: list[FSDPState] = [block._fsdp_unit for block in blocks]
-        units[0].context.abandon()
+        units[0].schedule.cleanup_failed_passes()
         for unit in units:
             unit.refuse_run()
         states = [BlockState.of(block) for block in blocks]
@@ -415,8 +416,7 @@ class BlockScan:
             self._counter,
         )
         output, inner = call.run(first.cast_input(x), current.cast[1:])
-        if not running_units():
-            first.context.forward_gate.clear()
+        first.schedule.end_forward(of_root=False)
         collected = {
             number - 1: first.cast_output(inner[at][iteration])
             for at in range(plan.period if inner else 0)

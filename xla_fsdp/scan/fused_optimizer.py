@@ -44,7 +44,7 @@ def loop_steps(
     optimizer steps after the loop, or not in backward at all. The caller makes sure that no other
     loop of this backward computes gradients of the same blocks."""
     group, numbers = units[0].group, [number for _, number in program.reduced]
-    is_last = all(unit.settings.is_last_backward and unit.context.is_last for unit in units)
+    is_last = all(unit.settings.is_last_backward and unit.schedule.is_last for unit in units)
     stacks = shards.of(numbers)
     if group.stepper is None or not numbers or not all(map(is_stack, stacks)):
         return None

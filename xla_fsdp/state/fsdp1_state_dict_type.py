@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase
-from xla_fsdp.fsdp.engine.param_group import ShardedState
+from xla_fsdp.fsdp.engine.transitions import UnitState
 from xla_fsdp.state.model import full_state_dict, load_full_state_dict, load_sharded_state_dict
 from xla_fsdp.state.optim_api import (
     cut_optim_state_dict,
@@ -111,7 +111,7 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
         """Return a state dict of the chosen type; arguments as in ``nn.Module``."""
         chosen = self._chosen
         # Inside summon_full_params the modules hold unsharded parameters already.
-        is_summoned = self._fsdp_unit.state is ShardedState.SUMMONED
+        is_summoned = self._fsdp_unit.state is UnitState.SUMMONED
         if chosen is None or chosen.state_dict_type is not FULL or is_summoned:
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         full = full_state_dict(self, rank0_only=_rank0_only(chosen.state_dict_config))

@@ -206,7 +206,7 @@ def waits_for(rank: int) -> list[list[bool]]:
     """Whether what enters a unit waits for the reductions of three units before it, the last one's
     last: with large and with small gradients, and without rings."""
     from xla_fsdp.distributed.collectives import RingCollectives, XlaCollectives
-    from xla_fsdp.fsdp.engine.state import RingGate
+    from xla_fsdp.fsdp.engine.schedule import Schedule
     from xla_fsdp.xla import ops
     from xla_fsdp.xla.loop import depends_on
 
@@ -216,12 +216,11 @@ def waits_for(rank: int) -> list[list[bool]]:
     found = []
     for rows, by in ((512, ring), (1, ring), (512, plain)):
         sums = [ops.upload(torch.ones(rows, 256)) for _ in range(3)]
-        gate = RingGate()
+        schedule = Schedule()
         for each in sums:
-            gate.sent([each], by)
-        [ready] = gate.wait([ops.upload(torch.ones(2))])
+            schedule.finish_first([each], by)
+        [ready] = schedule.after_rings([ops.upload(torch.ones(2))])
         found.append([ready is not None and depends_on(ready, each) for each in sums])
-        gate.clear()
     return found
 
 
@@ -233,17 +232,15 @@ def test_a_unit_waits_for_the_rings_of_all_units_but_the_last() -> None:
 
 def beside_loop(rank: int) -> list[bool]:
     """Whether a unit reduces around rings: without a loop of blocks in the model, and with one."""
-    from types import SimpleNamespace
-
     from xla_fsdp.distributed.collectives import RingCollectives, XlaCollectives
-    from xla_fsdp.fsdp.engine.state import RingGate
+    from xla_fsdp.fsdp.engine.schedule import Schedule
 
     groups = [[0, 1]]
-    unit: Any = SimpleNamespace(collectives=XlaCollectives(groups, rank, 2, steps=[groups]))
-    gate = RingGate()
-    found = [isinstance(gate.of(unit, "units"), RingCollectives)]
-    gate.beside_loop = True
-    return [*found, isinstance(gate.of(unit, "units"), RingCollectives)]
+    own = XlaCollectives(groups, rank, 2, steps=[groups])
+    schedule = Schedule()
+    found = [isinstance(schedule.collectives_for(own, of_root=False), RingCollectives)]
+    schedule.beside_loop = True
+    return [*found, isinstance(schedule.collectives_for(own, of_root=False), RingCollectives)]
 
 
 def test_units_around_a_loop_use_no_rings() -> None:

@@ -56,7 +56,7 @@ def trained(rank: int) -> dict[str, Any]:
     with pytest.raises(ZeroDivisionError):
         step()
     hook.remove()
-    model._fsdp_unit.context._sync_on_end, Block.reads = False, False
+    model._fsdp_unit.schedule._sync_on_end, Block.reads = False, False
     compiled = []
     for _ in range(6):
         losses.append(step().item())

@@ -26,26 +26,8 @@ from xla_fsdp.distributed.collectives import (
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
-from xla_fsdp.fsdp.engine.schedule_log import ScheduleLog
+from xla_fsdp.fsdp.engine.schedule import GatherQueue, ScheduleLog
 from xla_fsdp.xla import ops
-
-
-class InTurn:
-    """Starts each gather of several units after the one before it has ended.
-
-    The TPU compiler lets one gather travel at a time, under matrix products only, but takes other
-    operations for something to hide it under, too. Without an order it prepares what two units send
-    at one place, between other units, and "hides" the first gather of every second unit there.
-    """
-
-    def __init__(self) -> None:
-        self._gathered: list[Tensor] = []
-
-    def gather(self, gather: Callable[[Tensor], Tensor], sent: Tensor) -> Tensor:
-        """Return ``gather(sent)``, after the gather before it."""
-        gathered = gather(ops.after_(self._gathered, [sent.clone()])[0])
-        self._gathered = [gathered]
-        return gathered
 
 
 class AllGather:
@@ -68,7 +50,7 @@ class AllGather:
         log: ScheduleLog,
     ) -> None:
         self._params = tuple(params)
-        self._log = log
+        self.log = log
         self._collectives = collectives
         self._smaller = smaller
         self._limit = math.inf if config.coalesce_all_gather_ops else 0
@@ -106,16 +88,16 @@ class AllGather:
             return dict(zip(buckets, packed, strict=True))
 
     def unshard(
-        self, packed: Mapping[Bucket, Tensor], in_turn: InTurn | None = None
+        self, packed: Mapping[Bucket, Tensor], queue: GatherQueue | None = None
     ) -> list[Tensor]:
         """Return the unsharded tensors of all original parameters, in the compute dtype.
 
         Args:
             packed: the result of ``pack``.
-            in_turn: orders the gathers, if given.
+            queue: orders the gathers, if given.
         """
         gather = self._collectives.all_gather
-        return self._unshard(packed, gather if in_turn is None else partial(in_turn.gather, gather))
+        return self._unshard(packed, gather if queue is None else partial(queue.gather, gather))
 
     def gather_larger(self, packed: Mapping[Bucket, Tensor]) -> list[Tensor]:
         """Return this rank's larger shards, one packed tensor for each bucket, in its dtype."""
@@ -146,7 +128,7 @@ class AllGather:
         return _unpack(self._params, by_number(packed, unpacked))
 
     def _sent(self, bucket: Bucket, sent: Tensor, params: Sequence[FSDPParam]) -> Tensor:
-        return self._log.sends("all-gather", sent, bucket.numbers, params)
+        return self.log.sends("all-gather", sent, bucket.numbers, params)
 
     def _gather_within(self, larger: Tensor) -> Tensor:
         groups, width = self._smaller_groups, larger.shape[-1]

@@ -79,13 +79,6 @@ class ForwardCall:
         self._num_nodes += 1
         return self._num_nodes
 
-    def restart(self, number: int) -> None:
-        """Wait for all nodes again at the first call in backward pass ``number``; with
-        ``retain_graph`` several passes run through one graph."""
-        if number != self._restarted_in:
-            self._restarted_in = number
-            self._waiting = set(range(1, self._num_nodes + 1))
-
     def add_reduced_early(self, reduced: ReducedBuckets) -> None:
         """Keep gradients that were reduced before this pass runs the ``Unshard`` node."""
         number = torch._C._current_graph_task_id()
@@ -98,8 +91,10 @@ class ForwardCall:
 
     def node_done(self, node: int) -> None:
         """Record that ``node`` has run backward; after the last one, free the parameters."""
-        # A gradient's own backward may enter the unit behind its ``PreBackward`` node.
-        self.restart(torch._C._current_graph_task_id())
+        number = torch._C._current_graph_task_id()
+        if number != self._restarted_in:  # with ``retain_graph`` several passes run through a graph
+            self._restarted_in = number
+            self._waiting = set(range(1, self._num_nodes + 1))
         self._waiting.discard(node)
         if not self._waiting:
             self.unit.post_backward(self)

@@ -24,11 +24,11 @@ from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
 from xla_fsdp.fsdp.engine.deferred import take_memory
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param_group import ShardedState
 from xla_fsdp.fsdp.engine.param_guards import in_forward
 from xla_fsdp.fsdp.engine.slots import drop_names
 from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.transitions import UnitState
 
 
 class ForwardOverride(Protocol):
@@ -183,9 +183,9 @@ def reshard_units(module: nn.Module) -> None:
         RuntimeError: if others are in use.
     """
     for unit in units_in(module):
-        unit.context.abandon()
+        unit.schedule.cleanup_failed_passes()
         unit.reshard()
-        if unit.state is not ShardedState.SHARDED:
+        if unit.state is not UnitState.SHARDED:
             raise RuntimeError(
                 f"the model holds full parameters, not shards (a unit is in state "
                 f"{unit.state.name}): do this outside of forward, backward and summon_full_params"
@@ -247,7 +247,7 @@ def refuse_dynamo() -> None:
 
 def _show_shards(module: nn.Module, *_: Any) -> None:
     unit = cast(FSDPModuleLike, module)._fsdp_unit
-    unit.context.abandon()
+    unit.schedule.cleanup_failed_passes()
     unit.reshard()
     for param in unit.group.params:
         param.settle()
@@ -255,7 +255,7 @@ def _show_shards(module: nn.Module, *_: Any) -> None:
 
 def _translate(module: nn.Module, *load: Any) -> None:
     attached = cast(FSDPModuleLike, module)._fsdp_module_state
-    if attached.unit.state is ShardedState.SHARDED:  # else the module loads unsharded tensors
+    if attached.unit.state is UnitState.SHARDED:  # else the module loads unsharded tensors
         shards = list(named_shards(module, remove_duplicate=False))
         attached.loading.translate(shards, _loading_inside(module), *load)
 
@@ -281,6 +281,6 @@ def _finish_loading(module: nn.Module, report: Any) -> None:
 def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:
     unit = cast(FSDPModuleLike, module)._fsdp_unit
     drop_names(state, prefix)
-    if unit.state is ShardedState.SHARDED:
+    if unit.state is UnitState.SHARDED:
         put_stacked_shards(unit.group, state, prefix)
         mark_shards(local_metadata)

@@ -14,7 +14,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +24,6 @@ from xla_fsdp.fsdp.engine.packing import ShardPacking, cut_shard
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.slots import ModuleAttr, OriginalParam, ParamSlots, name_in_state_dicts
 from xla_fsdp.xla import ops
-
-
-class ParamState(Enum):
-    """Whether the modules hold the leaf or unsharded tensors."""
-
-    SHARDED = auto()
-    UNSHARDED = auto()
 
 
 class _Made(threading.local):  # thread-local, as ranks on CPU are threads of one process
@@ -55,6 +47,9 @@ class FSDPParam:
         slots: of another unit's parameter that has the same shard.
         dim: along which a single original is sharded.
         everywhere: whether every rank of the job has this parameter.
+
+    Attributes:
+        shard_shape: shape of the shard.
     """
 
     def __init__(
@@ -76,9 +71,10 @@ class FSDPParam:
         self.originals = tuple(originals)
         self.packing = ShardPacking([original.shape for original in originals], layout, dim)
         self.compute_dtype = compute_dtype
-        self.state = ParamState.SHARDED
         self.slots = slots or ParamSlots(shard, registered=home is None)
         self.slots.users += 1
+        shape = held_shape(self.slots.shard)
+        self.shard_shape = shape if self.slots.part is None else shape[1:]
         self._home = home
         self._unsharded: list[Tensor] = []
         self.owners = [owner for original in originals for owner in original.owners]
@@ -96,7 +92,7 @@ class FSDPParam:
         return (
             f"{type(self).__name__}({shapes}: {layout.shard_numel} elements {dtype} on each of "
             f"{layout.num_shards} ranks, computes in {self.compute_dtype or dtype}, "
-            f"{self.state.name})"
+            f"{'UNSHARDED' if self._unsharded else 'SHARDED'})"
         )
 
     def expect_on_all_ranks(self, what: str) -> None:
@@ -125,12 +121,6 @@ class FSDPParam:
         """This rank's shard: the leaf, or a view of a slice of it."""
         part = self.slots.part
         return self.leaf if part is None else ops.viewable(self.leaf).select(0, part.number)
-
-    @property
-    def shard_shape(self) -> torch.Size:
-        """Shape of the shard."""
-        shape = held_shape(self.slots.shard)
-        return shape if self.slots.part is None else shape[1:]
 
     @property
     def grad(self) -> Tensor | None:
@@ -192,7 +182,6 @@ class FSDPParam:
             idle: no forward is about to use them, so the tensors of another unit whose forward
                 runs take precedence.
         """
-        self._move(ParamState.SHARDED, ParamState.UNSHARDED)
         self._unsharded = list(unsharded)
         for original, tensor in zip(self.originals, unsharded, strict=True):
             for owner in original.owners:
@@ -223,7 +212,6 @@ class FSDPParam:
 
     def to_sharded(self) -> None:
         """Point the modules back at the leaf; for a flat shard, remove the originals from them."""
-        self._move(ParamState.UNSHARDED, ParamState.SHARDED)
         unsharded, self._unsharded = self._unsharded, []
         for original, tensor in zip(self.originals, unsharded, strict=True):
             for owner in original.owners:
@@ -232,7 +220,7 @@ class FSDPParam:
     def check_owners(self) -> None:
         """Raise ValueError if the user has replaced the parameter of a module, as FSDP would not
         train the new one."""
-        if self.state is not ParamState.SHARDED:
+        if self._unsharded:
             return
         expected = [(owner, self.slots.held_by(owner)) for owner in self.owners]
         if self._home is not None:
@@ -246,14 +234,6 @@ class FSDPParam:
                     f"without assign, leave the module on its device, tie weights before wrapping, "
                     f"and differentiate with respect to parameters by torch.autograd.grad."
                 )
-
-    def _move(self, expected: ParamState, new: ParamState) -> None:
-        if self.state is not expected:
-            raise RuntimeError(
-                f"{self.key} is {self.state.name}, but to become {new.name} it must be "
-                f"{expected.name}"
-            )
-        self.state = new
 
 
 _param_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

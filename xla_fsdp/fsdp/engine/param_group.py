@@ -1,6 +1,6 @@
 """The parameters of one FSDP unit: their shards, unsharded tensors and unreduced gradients.
 
-Invariants: the modules hold shards unless ``sharded_state`` says otherwise. Parameters gathered
+Invariants: the modules hold shards unless there are ``unsharded`` tensors. Parameters gathered
 before their shards changed are not used for a later forward or backward. Gradients are averaged
 over the ranks (reduce-scattered over those that share the parameters, then all-reduced over
 replicas), and have the dtype of the shard.
@@ -8,10 +8,8 @@ replicas), and have the dtype of the shard.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -19,27 +17,16 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, SmallerGroups
 from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
-from xla_fsdp.fsdp.engine.all_gather import AllGather, InTurn
+from xla_fsdp.fsdp.engine.all_gather import AllGather
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.embedding_grad import sum_small_in_float32
 from xla_fsdp.fsdp.engine.packing import is_first
 from xla_fsdp.fsdp.engine.param import FSDPParam, remember
 from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward, reopen
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
-from xla_fsdp.fsdp.engine.registry import remember_group, remember_shown
-from xla_fsdp.fsdp.engine.schedule_log import ScheduleLog
+from xla_fsdp.fsdp.engine.registry import remember_group
+from xla_fsdp.fsdp.engine.schedule import GatherQueue, ScheduleLog
 from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.xla import ops
-
-
-class ShardedState(Enum):
-    """What the attributes of a unit's modules hold."""
-
-    SHARDED = auto()
-    FORWARD = auto()  # unsharded parameters, while the unit's forward runs
-    BACKWARD = auto()  # unsharded parameters, gathered for backward
-    UNSHARDED = auto()  # unsharded parameters, until the next forward or backward has used them
-    SUMMONED = auto()  # unsharded leaf parameters that the user may read or change
 
 
 @dataclass(frozen=True)
@@ -82,11 +69,11 @@ class FSDPParamGroup:
         log: tells what the unit gathers, frees and reduces; has its name.
         gather: all-gathers shards.
         reduction: reduce-scatters gradients.
-        sharded_state: what the modules hold.
-        unsharded: the parameters that they hold while not SHARDED.
+        unsharded: the parameters that the modules hold, if they do not hold shards.
         unsharded_versions: versions of the shards from which ``unsharded`` was gathered.
         all_reduces: whether gradients are summed over replicas.
         stepper: steps the shards in backward and drops their gradients.
+        at_unshard: called with the group whenever its modules hold other unsharded parameters.
     """
 
     def __init__(
@@ -104,12 +91,13 @@ class FSDPParamGroup:
         self.log = ScheduleLog()
         self.gather = AllGather(self.params, collectives, smaller, config, self.log)
         self.reduction = ReduceScatter(self.params, collectives, self.replicas, config, self.log)
-        self.sharded_state = ShardedState.SHARDED
         self.unsharded: list[Tensor] = []
         self.unsharded_versions: list[int] = []
         self.all_reduces = True
         self.stepper: Stepper | None = None
+        self.at_unshard: list[Callable[[FSDPParamGroup], None]] = []
         self._mesh = config.mesh
+        self._revokes = False  # whether ``unsharded`` become ``ReshardedParam``s
         self._prefetched: Unsharded | None = None
         self._prefetched_versions: list[int] = []
         self._unreduced: dict[int, Tensor] = {}  # unsharded gradients, by original parameter
@@ -136,7 +124,6 @@ class FSDPParamGroup:
         """Return what a traced step depends on besides tensors."""
         return (
             self.all_reduces,
-            self.sharded_state,
             self._prefetched is None,
             (*self._unreduced,),
             (*self._not_all_reduced,),
@@ -205,26 +192,28 @@ class FSDPParamGroup:
 
     def to_unsharded(
         self,
-        unsharded: list[Tensor],
-        state: ShardedState,
+        unsharded: Sequence[Tensor],
         *,
-        idle: bool = False,
         versions: list[int] | None = None,
+        idle: bool = False,
+        revokes: bool = True,
     ) -> None:
         """Point the modules at unsharded parameters.
 
         Args:
             unsharded: one for each original parameter.
-            state: the new state.
-            idle: no forward is about to use them, so the tensors of another unit whose forward
-                runs take precedence.
             versions: versions of the shards from which they were gathered (default: the current
                 ones).
+            idle: no forward is about to use them, so the tensors of another unit whose forward
+                runs take precedence.
+            revokes: whether who still holds them after ``to_sharded`` holds ``ReshardedParam``s.
+                Not after a forward, whose outputs are still to come and may be parameters, and not
+                leaves that belong to the user.
 
         Raises:
             ValueError: if a parameter was replaced after wrapping.
         """
-        if self.sharded_state is not ShardedState.SHARDED:
+        if self.unsharded:
             self.to_sharded()
         for param in self.params:  # check all before any module changes
             param.check_owners()
@@ -232,12 +221,11 @@ class FSDPParamGroup:
         for param in self.params:
             param.to_unsharded(unsharded[at : at + len(param.originals)], idle=idle)
             at += len(param.originals)
-        if state is ShardedState.UNSHARDED:
-            remember_shown(unsharded)
         reopen(unsharded)
-        sum_small_in_float32(self.originals, unsharded)
-        self.unsharded, self.sharded_state = unsharded, state
+        self.unsharded, self._revokes, self._prefetched = list(unsharded), revokes, None
         self.unsharded_versions = self.versions if versions is None else versions
+        for change in self.at_unshard:
+            change(self)
 
     def to_sharded(self, *, kept: bool = False) -> None:
         """Point the modules at the shards; ``kept`` if autograd keeps the parameters."""
@@ -245,38 +233,9 @@ class FSDPParamGroup:
             self.log.frees(kept=kept)
         for param in self.params:
             param.to_sharded()
-        # Not after a forward, whose outputs are still to come and may be parameters, and not after
-        # ``summoned``, whose leaves belong to the user.
-        if self.sharded_state in (ShardedState.BACKWARD, ShardedState.UNSHARDED):
+        if self._revokes:
             Reshard(self, self.unsharded_versions, freed=False).take_all(self.unsharded)
-        self.unsharded, self.sharded_state = [], ShardedState.SHARDED
-
-    def reshard(self) -> None:
-        """Free parameters that were prefetched, or unsharded at the user's request."""
-        self._prefetched = None
-        if self.sharded_state is ShardedState.UNSHARDED:
-            self.to_sharded()
-
-    @contextlib.contextmanager
-    def summoned(self, unsharded: list[nn.Parameter]) -> Iterator[None]:
-        """Let the modules hold these leaf parameters inside the block, in place of shards.
-
-        Raises:
-            RuntimeError: during forward, backward, or another ``summoned`` block.
-        """
-        self.reshard()
-        if self.sharded_state is not ShardedState.SHARDED:
-            raise RuntimeError(
-                f"full parameters cannot be summoned while a unit is in state "
-                f"{self.sharded_state.name}; do it outside of forward, backward and other "
-                f"summon_full_params blocks"
-            )
-        with contextlib.ExitStack() as stack:
-            self.to_unsharded(list(unsharded), ShardedState.SUMMONED)
-            stack.callback(self.to_sharded)
-            for param in self.params:
-                stack.enter_context(param.without_shard())
-            yield
+        self.unsharded = []
 
     # ------------------------------------------------------------ all-gather
 
@@ -287,7 +246,7 @@ class FSDPParamGroup:
         *,
         again: bool,
         to_post_forward_shards: bool,
-        in_turn: InTurn | None = None,
+        queue: GatherQueue | None = None,
     ) -> Unsharded:
         """Gather the parameters.
 
@@ -295,11 +254,11 @@ class FSDPParamGroup:
             before: tensors to be computed first.
             again: whether the program has gathered the same shards already.
             to_post_forward_shards: gather larger shards first, and the parameters from these.
-            in_turn: orders the gathers among those of other units, unless of larger shards.
+            queue: orders the gathers among those of other units, unless of larger shards.
         """
         packed = self.gather.pack(before, again=again)
         if not to_post_forward_shards:
-            return Unsharded(self.gather.unshard(packed, in_turn))
+            return Unsharded(self.gather.unshard(packed, queue))
         larger = self.gather.gather_larger(packed)
         return Unsharded(self.gather.unshard_larger(larger), larger)
 
@@ -318,15 +277,6 @@ class FSDPParamGroup:
         """Return copies of the parameters that the modules hold."""
         return [tensor.detach().clone() for tensor in self.unsharded]
 
-    @property
-    def holds_current(self) -> bool:
-        """Whether the modules hold parameters unsharded at the user's request, and no shard has
-        changed since they were gathered."""
-        return (
-            self.sharded_state is ShardedState.UNSHARDED
-            and self.unsharded_versions == self.versions
-        )
-
     def prefetch(self, before: Sequence[Tensor], *, again: bool, larger: bool) -> None:
         """Gather the parameters for the next forward or backward, unless that was done already.
 
@@ -335,7 +285,7 @@ class FSDPParamGroup:
             again: whether the program has gathered the same shards already.
             larger: gather larger shards first, and the parameters from these.
         """
-        if self.sharded_state is not ShardedState.SHARDED or not self.params:
+        if self.unsharded or not self.params:
             return
         if not self.has_prefetched:
             with torch.no_grad():
@@ -353,10 +303,6 @@ class FSDPParamGroup:
         found = self._prefetched if self.has_prefetched else None
         self._prefetched = None
         return found
-
-    def drop_prefetched(self) -> None:
-        """Free the prefetched parameters."""
-        self._prefetched = None
 
     # ------------------------------------------------------------ gradients
 

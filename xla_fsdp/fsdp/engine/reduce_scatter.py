@@ -25,7 +25,7 @@ from xla_fsdp.distributed.collectives import (
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
-from xla_fsdp.fsdp.engine.schedule_log import ScheduleLog
+from xla_fsdp.fsdp.engine.schedule import ScheduleLog
 from xla_fsdp.xla import ops
 
 ReducedBuckets = dict[Bucket, Tensor]
@@ -62,7 +62,7 @@ class ReduceScatter:
         log: ScheduleLog,
     ) -> None:
         self._params = tuple(params)
-        self._log = log
+        self.log = log
         self._collectives = collectives
         self._replicas = replicas
         self.dtype = config.gradient_dtype
@@ -97,7 +97,7 @@ class ReduceScatter:
         """Return a gradient as it is sent to be summed by the caller: cast and divided."""
         cast = self.to_reduce_dtype(grad)
         divided = cast if self.predivide == 1 else cast / self.predivide
-        return self._log.sends("reduce-scatter", divided)
+        return self.log.sends("reduce-scatter", divided)
 
     # ------------------------------------------------------------ sums
 
@@ -164,7 +164,7 @@ class ReduceScatter:
         if self._replicas.num_shards == 1:
             return reduced
         return {
-            each: self._replicas.all_reduce("sum", self._log.sends("all-reduce", total))
+            each: self._replicas.all_reduce("sum", self.log.sends("all-reduce", total))
             for each, total in reduced.items()
         }
 
@@ -267,7 +267,7 @@ class ReduceScatter:
     ) -> Tensor:
         gathered = bucket.pack_gathered(packed)
         gathered = gathered if self.dtype is None else gathered.to(self.dtype)
-        self._log.sends("reduce-scatter", gathered, bucket.numbers, params)
+        self.log.sends("reduce-scatter", gathered, bucket.numbers, params)
         if self.comm_hook is not None and gathered.numel():
             flat = gathered.reshape(by.num_shards, -1)[:, : sum(bucket.sizes)]
             return bucket.pack_flat([self.comm_hook(flat)])

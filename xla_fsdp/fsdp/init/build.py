@@ -39,6 +39,8 @@ from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.managed import ManagedModules
 from xla_fsdp.fsdp.init.peer_values import note_values
 from xla_fsdp.fsdp.init.unit_names import turn_on_if_asked
+from xla_fsdp.nn.embedding_grad import sum_small_in_float32
+from xla_fsdp.nn.large_linear import compute_in_pieces
 from xla_fsdp.optim import guards
 from xla_fsdp.xla import ops
 
@@ -118,6 +120,8 @@ def build_unit(
     group = FSDPParamGroup(params, shards, config, communication.replicas, smaller)
     roots = managed.roots
     unit = FSDPState(group, config, device, len(roots))
+    group.at_unshard.append(sum_small_in_float32)
+    unit.at_forward.append(compute_in_pieces)
     # Set by chunked heads and embeddings; a unit of several modules cannot run in chunks.
     override = getattr(roots[0], "_fsdp_forward_override", None) if len(roots) == 1 else None
     forward_override = None if override is None else override(unit)

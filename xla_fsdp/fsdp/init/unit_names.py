@@ -14,17 +14,17 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary
-
-from torch import nn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 from xla_fsdp.fsdp.engine.all_gather import AllGather
-from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase
+from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase, named_fsdp_modules
 from xla_fsdp.fsdp.engine.reduce_scatter import ReduceScatter
-from xla_fsdp.fsdp.engine.state import FSDPContext, FSDPState, current_pass
+from xla_fsdp.fsdp.engine.schedule import Schedule, ScheduleLog, current_pass
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.activation_checkpoint import Region
 from xla_fsdp.scan import autograd as scan_autograd
 from xla_fsdp.scan import program as scan_program
@@ -40,11 +40,11 @@ PHASES = ("forward", "recompute", "backward", "all-gather", "reduce-scatter", "a
 _SCOPE = re.compile(rf"([^/]+)/({'|'.join(PHASES)})(?:\.\d+)?(?=/|$)")
 
 # Methods that trace one phase of a unit, by class.
-_STEPS: dict[type, dict[str, str]] = {
-    FSDPState: {"_compute": "forward", "_recompute": "recompute"},
+_STEPS: dict[type, dict[str, Sequence[str]]] = {
+    FSDPState: {"forward": ["_compute"], "recompute": ["_recompute"]},
     ReduceScatter: {
-        **dict.fromkeys(("scatter", "scatter_alone", "scatter_tensors"), "reduce-scatter"),
-        **dict.fromkeys(("sum_replicas", "sum_replicas_of"), "all-reduce"),
+        "reduce-scatter": ["scatter", "scatter_alone", "scatter_tensors"],
+        "all-reduce": ["sum_replicas", "sum_replicas_of"],
     },
 }
 
@@ -56,6 +56,8 @@ _LOOPS = {"_forward": "forward", "_backward": "recompute"}
 _OF_BLOCKS = ("gather", "reduce", "gather_small", "reduce_small", "sum_replicas")
 
 _pre_backward = FSDPState.pre_backward
+
+_Context = Callable[[Any], AbstractContextManager[Any]]
 
 
 def label_of(op_name: str) -> str:
@@ -89,177 +91,117 @@ def units_named() -> Iterator[None]:
     if FSDPState.pre_backward is not _pre_backward:
         yield
         return
-    names = _UnitNames()
+    names = _UnitNames(WeakSet())
     with metadata(True), contextlib.ExitStack() as stack:
-        for owner, methods in _STEPS.items():
-            for method, phase in methods.items():
-                stack.enter_context(
-                    _replaced(owner, method, functools.partial(names.in_phase, phase))
-                )
-        for method in _GATHERS:
-            stack.enter_context(_replaced(AllGather, method, names.in_gather))
-        stack.enter_context(_replaced(FSDPModuleBase, "_fsdp_run", names.in_module))
-        stack.enter_context(_replaced(FSDPState, "pre_backward", names.before_backward))
-        stack.enter_context(_replaced(FSDPState, "post_backward", names.after_backward))
-        stack.enter_context(_replaced(Region, "_recompute", names.in_region))
-        stack.enter_context(_replaced(FSDPContext, "_end", names.at_end_of_pass))
-        for part, phase in _LOOPS.items():
-            wrapper = functools.partial(names.around_loop, phase)
-            stack.enter_context(_replaced(scan_autograd, part, wrapper))
-        for method in _OF_BLOCKS:
-            stack.enter_context(_replaced(BlockWeights, method, names.with_weights))
-        stack.enter_context(_replaced(Position, "run", names.in_block))
-        stack.enter_context(_replaced(scan_program, "_differentiate", names.in_gradient))
+
+        def around(owner: Any, functions: Iterable[str], context: _Context) -> None:
+            for name in functions:
+                stack.enter_context(_replaced(owner, name, context))
+
+        for owner, phases in _STEPS.items():
+            for phase, methods in phases.items():
+                around(owner, methods, partial(_in_phase, phase))
+        around(AllGather, _GATHERS, _in_gather)
+        around(FSDPModuleBase, ["_fsdp_run"], names.in_module)
+        around(FSDPState, ["pre_backward"], names.before_backward)
+        around(FSDPState, ["post_backward"], names.after_backward)
+        around(Region, ["_recompute"], lambda region: _in_phase("recompute", region.unit))
+        around(Schedule, ["_end"], names.at_end_of_pass)
+        for function, phase in _LOOPS.items():
+            around(scan_autograd, [function], partial(names.around_loop, phase))
+        around(BlockWeights, _OF_BLOCKS, names.with_weights)
+        around(Position, ["run"], lambda position: names.in_block(position, names.phase))
+        around(scan_program, ["_differentiate"], lambda at: names.in_block(at, "backward"))
         yield
 
 
-@dataclass
-class _OpenScopes(threading.local):
-    """Scopes of the units whose backward this thread is in, outermost first.
+class _UnitNames(threading.local):
+    """What this thread traces.
+
+    Args:
+        named: the units that have names, of all threads.
 
     Attributes:
-        number: of the backward pass.
+        phase: of the blocks that run in a loop.
     """
 
-    number: int = -1
-    scopes: list[tuple[FSDPState, Scope]] = field(default_factory=list)
+    phase = ""
 
-    def close_from(self, first: int) -> None:
-        """Close the scopes from number ``first`` on, the last one first."""
-        while len(self.scopes) > first:
-            self.scopes.pop()[1].close()
-
-
-class _UnitNames:
-    def __init__(self) -> None:
-        self._of: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        self._backward = _OpenScopes()
+    def __init__(self, named: WeakSet[FSDPState]) -> None:
+        self._named = named
         self._loops: WeakKeyDictionary[BlockWeights, str] = WeakKeyDictionary()
-        self._in_loop = threading.local()  # has the ``phase`` of blocks that run
-
-    def in_phase(self, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._scope(owner, phase):
-                return original(owner, *args, **kwargs)
-
-        return step
-
-    def in_gather(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(owner: AllGather, *args: Any, **kwargs: Any) -> Any:
-            of_pass = "forward" if current_pass() == -1 else "backward"
-            with self._scope(owner, of_pass), self._scope(owner, "all-gather"):
-                return original(owner, *args, **kwargs)
-
-        return step
-
-    def in_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if module._fsdp_unit not in self._of:  # the root runs first
-                self._name_units_in(module)
-            return original(module, *args, **kwargs)
-
-        return run
-
-    def in_region(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def recompute(region: Region) -> Any:
-            with self._scope(region.unit, "recompute"):
-                return original(region)
-
-        return recompute
-
-    def before_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(unit: FSDPState, *args: Any, **kwargs: Any) -> Any:
-            ready = original(unit, *args, **kwargs)
-            here = self._backward
-            if here.number != current_pass():  # or a pass has raised in this thread
-                here.close_from(0)
-                here.number = current_pass()
-            here.scopes.append((unit, self._push(unit, "backward")))
-            return ready
-
-        return step
-
-    def after_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(unit: FSDPState, *args: Any, **kwargs: Any) -> Any:
-            here = self._backward
-            open_units = [each for each, _ in here.scopes]
-            if unit in open_units:
-                here.close_from(open_units.index(unit))
-            return original(unit, *args, **kwargs)
-
-        return step
-
-    def at_end_of_pass(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def end(context: FSDPContext, *args: Any, **kwargs: Any) -> Any:
-            self._backward.close_from(0)  # of units without parameters and gradients of inputs
-            return original(context, *args, **kwargs)
-
-        return end
-
-    def around_loop(self, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def run(holder: Any, *args: Any) -> Any:
-            call = holder if isinstance(holder, ScanCall) else holder.call
-            for at, own in zip(call.blocks.positions, call.positions, strict=True):
-                self._loops[at.weights] = joined([self._of.get(unit, "unit") for unit in own.units])
-            self._in_loop.phase = phase
-            return original(holder, *args)
-
-        return run
-
-    def with_weights(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def method(weights: BlockWeights, *args: Any) -> Any:
-            owners = weights.group.gather, weights.group.reduction
-            before = {each: self._of.get(each, "unit") for each in owners}
-            self._of.update(dict.fromkeys(owners, self._loops[weights]))
-            try:
-                return original(weights, *args)
-            finally:
-                self._of.update(before)
-
-        return method
-
-    def in_block(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def run(position: Position, *args: Any) -> Any:
-            with _named(f"{self._loops[position.weights]}/{self._in_loop.phase}"):
-                return original(position, *args)
-
-        return run
-
-    def in_gradient(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def differentiate(position: Position, *args: Any) -> Any:
-            with _named(f"{self._loops[position.weights]}/backward"):
-                return original(position, *args)
-
-        return differentiate
+        # Of the units whose backward this thread is in, outermost first, and the pass of these.
+        self._scopes: list[tuple[FSDPState, Scope]] = []
+        self._number = -1
 
     @contextlib.contextmanager
-    def _scope(self, owner: Any, phase: str) -> Iterator[None]:
-        with _named(self._name(owner, phase)):
+    def in_module(self, module: Any) -> Iterator[None]:
+        if module._fsdp_unit not in self._named:  # the root runs first
+            for path, inner in named_fsdp_modules(module):
+                inner._fsdp_unit.group.log.unit = path or "root"
+                self._named.add(inner._fsdp_unit)
+        yield
+
+    @contextlib.contextmanager
+    def before_backward(self, unit: FSDPState) -> Iterator[None]:
+        yield
+        if self._number != current_pass():  # or a pass has raised in this thread
+            self._close_from(0)
+            self._number = current_pass()
+        self._scopes.append((unit, Scope(f"{_log_of(unit).unit}/backward")))
+
+    @contextlib.contextmanager
+    def after_backward(self, unit: FSDPState) -> Iterator[None]:
+        open_units = [each for each, _ in self._scopes]
+        if unit in open_units:
+            self._close_from(open_units.index(unit))
+        yield
+
+    @contextlib.contextmanager
+    def at_end_of_pass(self, schedule: Schedule) -> Iterator[None]:
+        self._close_from(0)  # of units without parameters and gradients of inputs
+        yield
+
+    def _close_from(self, first: int) -> None:
+        while len(self._scopes) > first:
+            self._scopes.pop()[1].close()
+
+    @contextlib.contextmanager
+    def around_loop(self, phase: str, holder: Any) -> Iterator[None]:
+        call = holder if isinstance(holder, ScanCall) else holder.call
+        for at, own in zip(call.blocks.positions, call.positions, strict=True):
+            self._loops[at.weights] = joined([_log_of(unit).unit for unit in own.units])
+        self.phase = phase
+        yield
+
+    @contextlib.contextmanager
+    def with_weights(self, weights: BlockWeights) -> Iterator[None]:
+        log = weights.group.log
+        before, log.unit = log.unit, self._loops[weights]
+        try:
             yield
+        finally:
+            log.unit = before
 
-    def _push(self, owner: Any, phase: str) -> Scope:
-        return Scope(self._name(owner, phase))
+    def in_block(self, position: Position, phase: str) -> AbstractContextManager[None]:
+        return _named(f"{self._loops[position.weights]}/{phase}")
 
-    def _name(self, owner: Any, phase: str) -> str:
-        return f"{self._of.get(owner, 'unit') if owner else 'unit'}/{phase}"
 
-    def _name_units_in(self, root: nn.Module) -> None:
-        for path, module in [("", root), *root.named_modules()]:
-            if isinstance(module, FSDPModuleBase):
-                unit = module._fsdp_unit
-                for owner in (unit, unit.group.gather, unit.group.reduction):
-                    self._of[owner] = path or "root"
+def _log_of(owner: Any) -> ScheduleLog:
+    """Return the log, which has the name, of a unit or a part of one."""
+    log = owner.group.log if isinstance(owner, FSDPState) else owner.log
+    return cast(ScheduleLog, log)
+
+
+def _in_phase(phase: str, owner: Any) -> AbstractContextManager[None]:
+    return _named(f"{_log_of(owner).unit if owner else 'unit'}/{phase}")
+
+
+@contextlib.contextmanager
+def _in_gather(gather: AllGather) -> Iterator[None]:
+    of_pass = "forward" if current_pass() == -1 else "backward"
+    with _in_phase(of_pass, gather), _in_phase("all-gather", gather):
+        yield
 
 
 def joined(names: Sequence[str]) -> str:
@@ -289,11 +231,16 @@ def _named(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(
-    owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Any]
-) -> Iterator[None]:
+def _replaced(owner: Any, name: str, context: _Context) -> Iterator[None]:
+    """Let a function run in ``context(its first argument)`` inside the block."""
     original = getattr(owner, name)
-    setattr(owner, name, wrapper(original))
+
+    @functools.wraps(original)
+    def function(first: Any, *args: Any, **kwargs: Any) -> Any:
+        with context(first):
+            return original(first, *args, **kwargs)
+
+    setattr(owner, name, function)
     try:
         yield
     finally:

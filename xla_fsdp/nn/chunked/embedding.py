@@ -23,7 +23,6 @@ from xla_fsdp.nn.chunked.hooks import (
     compute_of,
     end_backward,
     pieces_problems,
-    reduces,
     shards_for_forward,
     start_backward,
 )
@@ -241,7 +240,7 @@ class EmbeddingCall:
         with torch.no_grad():
             rows = self.strategy.rows(shards_for_forward(self.unit, []), numbers)
             rows = torch.where((numbers >= 0)[:, None], rows, float("nan"))
-            self.unit.context.end_loop_in_forward([rows])
+            self.unit.schedule.after_loop([rows])
         return rows
 
     def backward(self, numbers: Tensor, grad: Tensor) -> list[Tensor | None]:
@@ -249,7 +248,7 @@ class EmbeddingCall:
         unit, weights = self.unit, self.weights
         [grad] = start_backward(unit, grad)
         numbers = torch.where(numbers == self.padding, -1, numbers)
-        if reduces(unit):
+        if unit.reduces_plainly:
             of_shards = weights.finished(self.strategy.sums(numbers, grad), None)
         else:
             table = unreduced_gradient(weights.num_classes, numbers, grad).to(weights.dtype)

@@ -18,7 +18,6 @@ from xla_fsdp.distributed.context_parallel import mean_over_context
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
-from xla_fsdp.fsdp.engine.large_linear import weights_are_whole
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.state import FSDPState, refuse_changed
 from xla_fsdp.nn.chunked.head_loops import HeadConfig, NeededGrads, backward_loop, forward_loop
@@ -28,11 +27,11 @@ from xla_fsdp.nn.chunked.hooks import (
     compute_of,
     end_backward,
     pieces_problems,
-    reduces,
     shards_for_forward,
     start_backward,
 )
 from xla_fsdp.nn.chunked.weights import BIAS, WEIGHT, ChunkedWeights
+from xla_fsdp.nn.large_linear import weights_are_whole
 from xla_fsdp.xla.loop import LoopCache, TensorSpec
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -295,7 +294,7 @@ class HeadCall:
             start, first = cross_entropy.no_sums(), weights.gather(xs[0][0])
             results = loop.run([*start, first, *xs, hidden, targets], None)
             losses, norm = cross_entropy.losses(results[: len(start)])
-            self.unit.context.end_loop_in_forward([losses])
+            self.unit.schedule.after_loop([losses])
         return losses, norm, results[-1], bias
 
     def backward(
@@ -316,7 +315,7 @@ class HeadCall:
         first = [] if config.keeps_chunks else [gathered]
         xs, constants = [sent, numbers, *bias], [hidden, targets, norm, share]
         needed = NeededGrads(
-            needs_hidden, weights.trains(WEIGHT), weights.trains(BIAS), reduces(self.unit)
+            needs_hidden, weights.trains(WEIGHT), weights.trains(BIAS), self.unit.reduces_plainly
         )
         predivide = self.unit.group.reduction.predivide  # a constant of the program
         loop = self.loops.get(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.inputs import Inputs
 from xla_fsdp.fsdp.engine.module_state import ForwardOverride
-from xla_fsdp.fsdp.engine.state import FSDPState, running_units
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.activation_checkpoint import regions_run_once
 from xla_fsdp.nn.chunked.weights import why_whole
 from xla_fsdp.xla import ops
@@ -114,15 +114,14 @@ class ChunkedForward:
         compute = module._fsdp_compute_for(unit, self._loops, *args, **kwargs)
         if compute is None:
             return unit.run(forward, args, kwargs)
-        unit.context.abandon()
+        unit.schedule.cleanup_failed_passes()
         unit.refuse_run()
         unit.reshard()
         inputs = Inputs(args, kwargs)
         # checkpoint_module has nothing to recompute, as no activations are saved.
         with regions_run_once(), _computing_by(module, compute):
             outputs = inputs.call(forward, [unit.cast_input(t) for t in inputs.sources])
-        if not running_units():
-            unit.context.forward_gate.clear()
+        unit.schedule.end_forward(of_root=False)
         return outputs.replaced(outputs.tensors, unit.cast_output)
 
 
@@ -130,10 +129,10 @@ class ChunkedForward:
 
 
 def shards_for_forward(unit: FSDPState, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the shards, ordered after the tensors that the forward gate holds of the previous
-    unit, or after ``inputs`` if there are none."""
+    """Return the shards, ordered after what the previous unit computes with, or after ``inputs`` if
+    there is none."""
     shards: list[Tensor] = list(unit.group.shards)
-    before = unit.context.forward_gate.swap(inputs)
+    before = unit.schedule.before_loop(inputs)
     if not unit.config.optimization_barrier_in_forward:
         return shards
     return ops.barrier([*shards, *before])[: len(shards)]
@@ -142,22 +141,15 @@ def shards_for_forward(unit: FSDPState, inputs: Sequence[Tensor]) -> list[Tensor
 def start_backward(unit: FSDPState, grad: Tensor, *needed: Tensor) -> list[Tensor]:
     """Return the gradient of the output and the ``needed`` tensors, ordered after everything that
     backward has computed so far."""
-    unit.context.watch()
-    before = unit.context.fence([grad])
+    before = unit.schedule.before_loop([grad])
     if not unit.config.optimization_barrier_in_backward:
         return [grad, *needed]
     grad, *rest = ops.barrier([*before, *needed])
     return [grad, *rest[len(before) - 1 :]]
 
 
-def reduces(unit: FSDPState) -> bool:
-    """Return whether a loop can reduce gradients: they do not wait for later micro-batches, and no
-    hook of the user reduces them."""
-    return unit.settings.sync_gradients and unit.group.reduces_plainly
-
-
 def end_backward(unit: FSDPState, grad: Tensor | None, of_shards: Sequence[Tensor | None]) -> None:
     """Let the next unit in backward wait for the gradients of the input and of the shards."""
     held = [grad] if grad is not None else present(of_shards)
-    unit.context.pending.extend(each.detach() for each in present(of_shards))
-    unit.context.backward_gate.hold([each.detach() for each in held])
+    unit.schedule.finish_first(each.detach() for each in present(of_shards))
+    unit.schedule.after_loop([each.detach() for each in held])

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.shard_layout import ROWS
-from xla_fsdp.fsdp.engine.embedding_grad import sum_rows
 from xla_fsdp.nn.chunked.chunks import Chunks
 from xla_fsdp.nn.chunked.weights import ChunkedWeights
+from xla_fsdp.nn.embedding_grad import sum_rows
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import Loop, LoopCache, TensorSpec, trace_body
 

@@ -26,9 +26,11 @@ from torch.nn import Parameter
 
 from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.fsdp.engine.autograd import ForwardCall, SavedParams, on_device, version_of
-from xla_fsdp.fsdp.engine.forward_weight import compute_by
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.nn.chunked.chunks import TILE, Chunks
+from xla_fsdp.nn.forward_weight import compute_by
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import Loop, LoopCache, TensorSpec, read_slice, trace_body, write_slice
 
@@ -37,9 +39,6 @@ LEAST_BYTES = 2**25
 
 PIECE_BYTES = 2**23
 """Approximate size of a piece, gathered."""
-
-TILE = 16
-"""Rows of a tile of 16-bit elements in TPU memory."""
 
 _whole: ContextVar[bool] = ContextVar("_whole", default=False)
 """Whether no weight is used in pieces, for ``with_whole_weights``."""
@@ -61,6 +60,18 @@ def large_weights(group: FSDPParamGroup) -> dict[int, int]:
     return found
 
 
+def compute_in_pieces(unit: FSDPState, call: ForwardCall, saved: SavedParams) -> None:
+    """Let ``F.linear`` use large weights of a root piece by piece, in a forward that begins. Inside
+    of other units, the loops would keep gathers of other parameters from being hidden."""
+    settings = unit.settings
+    of_root = settings.is_root and unit.schedule.has_units
+    # A root keeps its parameters for backward, which comes next; at the user's request all.
+    gathers = unit.group.collectives.num_shards > 1
+    if of_root and gathers and settings.reshard_after_forward and not settings.keeps_larger:
+        for original, number in large_weights(unit.group).items():
+            LinearInPieces(call, saved, original, number, unit.loops).mark()
+
+
 def weights_are_whole() -> bool:
     """Return whether ``with_whole_weights`` is in force."""
     return _whole.get()
@@ -77,27 +88,19 @@ def with_whole_weights() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Pieces(Chunks):
     """Pieces of a weight [num_classes, width], of which every rank has ``shard_rows`` rows.
 
     Piece i is ``rows`` rows of every shard; the last one begins earlier, where these would be too
     many.
     """
 
-    num_classes: int
     width: int
-    num_ranks: int
-    shard_rows: int
-    rows: int
-
-    @property
-    def count(self) -> int:
-        return -(-self.shard_rows // self.rows)
 
     @property
     def overlap(self) -> int:
         """Rows of the last piece that are in the one before it, too."""
-        return self.count * self.rows - self.shard_rows
+        return self.padded_rows - self.shard_rows
 
     def start(self, number: Tensor) -> Tensor:
         """Return the first row of piece ``number``, both [1] int32."""
@@ -133,7 +136,7 @@ def pieces_for(
     most = max(1, min(PIECE_BYTES // (TILE * num_ranks * row_bytes), shard_rows // TILE))
     sizes = [tiles * TILE for tiles in range(most, most * 2 // 3, -1)]
     cuts = [
-        Pieces(num_classes, width, num_ranks, shard_rows, min(size, shard_rows)) for size in sizes
+        Pieces(num_classes, num_ranks, shard_rows, min(size, shard_rows), width) for size in sizes
     ]
     return min(cuts, key=lambda cut: cut.overlap)  # the largest of equal ones
 
@@ -232,7 +235,7 @@ class LinearInPieces:
             ("forward", self.number, pieces, TensorSpec.of(rows)),
             lambda: self._forward_loop(pieces, rows, start),
         )
-        numbers = _numbers(pieces, rows.device)
+        numbers = pieces.numbers(rows.device)
         values = [self.gather(sent[0]), start, sent, numbers, rows]
         _, logits = loop.run(values, None)
         return logits.reshape(-1, len(rows))[: pieces.num_classes].t()
@@ -280,7 +283,7 @@ class LinearInPieces:
             lambda: self._backward_loop(pieces, rows, by_class, needs),
         )
         of_input = [torch.zeros_like(rows, dtype=torch.float32)] if needs[0] else []
-        numbers = _numbers(pieces, rows.device)
+        numbers = pieces.numbers(rows.device)
         values = [*of_input, sent, numbers, by_class, rows]
         results = iter(loop.run(values, None))
         of_rows = next(results) if needs[0] else None
@@ -305,10 +308,6 @@ class LinearInPieces:
         specs = [*carry, *_xs(pieces, rows), *constants]
         traced = trace_body(body, specs, "fsdp_linear_backward")
         return Loop(traced, pieces.count, len(carry), 2, reverse=True)
-
-
-def _numbers(pieces: Pieces, device: torch.device) -> Tensor:
-    return torch.arange(pieces.count, dtype=torch.int32, device=device)[:, None]
 
 
 def _gathered(pieces: Pieces, rows: Tensor) -> TensorSpec:

@@ -7,7 +7,6 @@ every token of a batch adds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,22 +15,18 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.distributed.shard_layout import LANES
-from xla_fsdp.fsdp.engine.forward_weight import compute_by
-from xla_fsdp.fsdp.engine.slots import OriginalParam
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.nn.forward_weight import compute_by
 
 SMALL_BYTES = 2**24
 """Size of the largest 16-bit table whose gradient is summed in float32. For a vocabulary that would
 take memory for two more tables; ``StreamedEmbedding`` sums in float32 and holds no table."""
 
 
-def sum_small_in_float32(originals: Sequence[OriginalParam], unsharded: Sequence[Tensor]) -> None:
-    """Let ``F.embedding`` sum the gradients of small 16-bit tables in float32.
-
-    Args:
-        originals: parameters of a unit.
-        unsharded: the tensors with which its forward computes.
-    """
-    for original, tensor in zip(originals, unsharded, strict=True):
+def sum_small_in_float32(group: FSDPParamGroup) -> None:
+    """Let ``F.embedding`` sum the gradients of small 16-bit tables in float32, among the unsharded
+    parameters that the modules of a unit hold."""
+    for original, tensor in zip(group.originals, group.unsharded, strict=True):
         if tensor.dtype.itemsize == 2 and tensor.dim() == 2 and 0 < tensor.nbytes <= SMALL_BYTES:
             is_table = any(isinstance(owner.module, nn.Embedding) for owner in original.owners)
             # Leaves belong to the user, as in ``summon_full_params``.

@@ -128,7 +128,7 @@ def train(rank: int, name: str, options: dict[str, Any], micro_batches: int) -> 
     import torch_xla.runtime as xr
 
     from xla_fsdp import XlaFullyShardedDataParallel
-    from xla_fsdp.fsdp.engine import large_linear
+    from xla_fsdp.nn import large_linear
 
     large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**15 * xr.world_size()
     model: Any = make(MODELS[name], seed=0)
@@ -229,7 +229,7 @@ def initial(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("shard_rows", [16, 30, 48, 61])
 def test_pieces_have_each_row_of_a_shard_once(shard_rows: int) -> None:
-    from xla_fsdp.fsdp.engine.large_linear import Pieces
+    from xla_fsdp.nn.large_linear import Pieces
 
     pieces = Pieces(num_classes=shard_rows, width=3, num_ranks=1, shard_rows=shard_rows, rows=16)
     shard = torch.randn(shard_rows, 3)
@@ -374,7 +374,7 @@ def compared(rank: int) -> dict[str, tuple[float, int]]:
     """How far gradients are from those with the whole weight, and the number of loops."""
     import torch_xla
 
-    from xla_fsdp.fsdp.engine import large_linear
+    from xla_fsdp.nn import large_linear
 
     found = {}
     for scenario in SCENARIOS:
@@ -408,7 +408,7 @@ def weights_alive(rank: int) -> int:
     """How many whole weights there are after a step, while its loss is held."""
     import torch_xla
 
-    from xla_fsdp.fsdp.engine import large_linear
+    from xla_fsdp.nn import large_linear
 
     large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**16
     model = wrapped()
@@ -442,7 +442,7 @@ def use_other_heads(rank: int) -> None:
     import torch_xla
 
     from xla_fsdp import XlaFullyShardedDataParallel
-    from xla_fsdp.fsdp.engine import large_linear
+    from xla_fsdp.nn import large_linear
 
     large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**16
     model: Any = make(TwoHeads)
@@ -461,7 +461,7 @@ def losses_of_steps(rank: int) -> list[list[float]]:
     import torch_xla
 
     from xla_fsdp import compile_step
-    from xla_fsdp.fsdp.engine import large_linear
+    from xla_fsdp.nn import large_linear
 
     large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**16
     found = []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from test.common.ranks import run_on_ranks
 from test.common.scenarios import make
-from xla_fsdp.fsdp.engine.embedding_grad import _embedding, sum_rows
+from xla_fsdp.nn.embedding_grad import _embedding, sum_rows
 
 TYPES, PLACES = 2, 24
 

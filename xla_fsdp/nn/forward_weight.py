@@ -68,9 +68,3 @@ def compute_by(weight: Tensor, function: Any, compute: Callable[..., Tensor]) ->
     marked: Any = weight
     marked.__class__ = ForwardWeight
     marked._computed_by = {**known, function: compute}
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """Return ``tensor.detach()``, which is a plain tensor also of a ``ForwardWeight``."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach()

@@ -1,0 +1,382 @@
+"""The order in which the units of one model gather and reduce, and the ends of their passes.
+
+Nothing runs here. torch_xla records operations, and XLA orders what it compiles by data alone. What
+a verb of ``Schedule`` returns is to be computed first: the caller puts it and what it gathers
+behind one barrier (``ops.after_``). The TPU compiler drops barriers before it schedules, so what
+must hold until then gets a data dependency as well (``ops.once_computed``). ``docs/decisions``
+has the measurements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from xla_fsdp.distributed.collectives import Collectives, Meanwhile, RingCollectives
+from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.xla import ops
+
+
+class Unit(Protocol):
+    """The part of ``FSDPState`` used here."""
+
+    def end_pass(self) -> None: ...
+    def reduce_unreduced(self) -> None: ...
+    def problems(self) -> list[str]: ...
+
+
+current_pass = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that the calling thread runs, or -1 outside of one."""
+
+
+# ---------------------------------------------------------------- forwards that run
+
+
+class GatherQueue:
+    """Starts each gather of several units after the one before it has ended.
+
+    The TPU compiler lets one gather travel at a time, under matrix products only, but takes other
+    operations for something to hide it under, too. Without an order it prepares what two units send
+    at one place, between other units, and "hides" the first gather of every second unit there.
+    """
+
+    def __init__(self) -> None:
+        self._gathered: list[Tensor] = []
+
+    def gather(self, gather: Callable[[Tensor], Tensor], sent: Tensor) -> Tensor:
+        """Return ``gather(sent)``, after the gather before it."""
+        gathered = gather(ops.after_(self._gathered, [sent.clone()])[0])
+        self._gathered = [gathered]
+        return gathered
+
+    def clear(self) -> None:
+        """Let the next gather wait for none before it."""
+        self._gathered = []
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.forwards: list[tuple[Any, GatherQueue | None]] = []  # outermost first
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running(unit: Unit, queue: GatherQueue | None = None) -> Iterator[None]:
+    """Add ``unit`` to ``running_units()`` inside the block, which runs its forward.
+
+    Args:
+        unit: the unit.
+        queue: orders the gathers of the units directly inside. Not of the unit itself, whose
+            parameters may be needed last, such as a head's.
+    """
+    forward = unit, queue
+    _running.forwards.append(forward)
+    try:
+        with in_forward(True):
+            yield
+    finally:
+        _running.forwards.remove(forward)
+
+
+def running_units() -> list[Any]:
+    """Return the units whose forward the calling thread is in, outermost first."""
+    return [unit for unit, _ in _running.forwards]
+
+
+def queue_around() -> GatherQueue | None:
+    """Return the queue of the innermost unit whose forward the calling thread is in."""
+    return _running.forwards[-1][1] if _running.forwards else None
+
+
+# ---------------------------------------------------------------- the schedule
+
+
+class Schedule:
+    """Shared by all units of one model; the root unit creates it.
+
+    Args:
+        sync_on_end: run the traced program when a backward pass ends.
+
+    Attributes:
+        has_units: whether there are units inside of the root.
+        beside_loop: whether blocks of the model run as a loop; units around it then use no rings,
+            which would only take memory, as XLA overlaps no collective with a loop.
+        is_last: False if more backward passes follow before the optimizer step; the first gather
+            of the next pass then waits for what is unfinished at the end of this one.
+        unreduced: units with gradients left by ``no_sync``.
+        to_check: units that have changed since the last pass; None without ``XLA_FSDP_CHECK=1``,
+            which asserts what holds between two passes when one ends.
+    """
+
+    def __init__(self, *, sync_on_end: bool = False) -> None:
+        self.has_units = False
+        self.beside_loop = False
+        self.is_last = True
+        # A list, not a set: all ranks must reduce in the same order.
+        self.unreduced: list[Any] = []
+        self._sync_on_end = sync_on_end
+        # What the unit before computes with, by whether it does so in backward. A forward may run a
+        # backward pass, which has an order of its own.
+        self._last: dict[bool, list[Tensor]] = {False: [], True: []}
+        self._unfinished: list[Tensor] = []
+        # One for all units among the same ranks, as each has inputs of the program.
+        self._rings: dict[tuple[Hashable, Meanwhile], Collectives] = {}
+        self._in_rings: list[Tensor] = []  # sums of the latest unit
+        self._in_rings_before: list[Tensor] = []
+        self._reduced_in = -1  # number of the backward pass in which a unit last reduced
+        # Numbers of the backward passes that run, or have raised: reentrant checkpoints run passes
+        # inside passes.
+        self._passes: set[int] = set()
+        # The units that hold parameters: for a backward pass, by its number; -1 for a forward or
+        # backward that may never run.
+        self._holding: dict[Unit, int] = {}
+        checks = os.environ.get("XLA_FSDP_CHECK") == "1"
+        self.to_check: dict[weakref.ref[Unit], None] | None = {} if checks else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "to_check": None if self.to_check is None else {}}
+
+    def replay_facts(self) -> tuple[Any, ...]:
+        """Return what a traced step depends on besides tensors."""
+        return self.is_last, [*map(id, self.unreduced)]
+
+    # ------------------------------------------------------------ gathers
+
+    def before_gather(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that a gather must wait for: what the unit before computes with, or
+        ``inputs`` if there is none.
+
+        A gather then overlaps with the computation of the unit before, and at most two units'
+        parameters are in memory at once. Without it XLA may start all gathers at once, or merge the
+        backward's gather with the forward's and hold the unsharded parameters in between.
+
+        Args:
+            inputs: of the computation that uses the gathered parameters.
+        """
+        backward = current_pass() != -1
+        now = [*inputs, *self._take_unfinished()] if backward else [*inputs]
+        last, self._last[backward] = self._last[backward], now
+        return last or now
+
+    def before_loop(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that a loop, or what is gathered for it, must wait for.
+
+        In backward these are its own ``inputs`` and all that is unfinished, which would need memory
+        while the loop runs.
+        """
+        if current_pass() == -1:
+            return self.before_gather(inputs)
+        self._last[True] = []
+        return [*inputs, *self._take_unfinished()]
+
+    def after_loop(self, results: Sequence[Tensor]) -> None:
+        """Let the next gather wait for the ``results`` of a loop, and for no gather before it: XLA
+        overlaps no collective with a loop."""
+        backward = current_pass() != -1
+        self._last[backward] = list(results)
+        queue = queue_around()
+        if queue is not None and not backward:
+            queue.clear()
+
+    # ------------------------------------------------------------ reductions
+
+    def finish_first(self, tensors: Iterable[Tensor], by: Collectives | None = None) -> None:
+        """Let the next gather of the current backward pass wait for ``tensors`` (reduced gradients,
+        gradients of inputs, stepped shards), as their units' parameters would else still be in
+        memory.
+
+        Args:
+            tensors: what is to be computed.
+            by: the collectives that reduce them. The compiler ends rings as late as it may, and
+                they hold unsharded gradients meanwhile, so the unit after the next one waits for
+                those that come from rings.
+        """
+        self.ensure_end_of_pass_callback()
+        found = list(tensors)
+        self._unfinished += found
+        if isinstance(by, RingCollectives):
+            self._in_rings_before += self._in_rings
+            self._in_rings = [each for each in found if by.went_around(each)]
+
+    def after_rings(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients that enter a unit, not available before rings that should have ended:
+        all but those of the unit before it."""
+        before, self._in_rings_before = self._in_rings_before, []
+        # Not by a barrier, which the compiler drops before it schedules.
+        ready = iter(ops.once_computed(before, [grad for grad in grads if grad is not None]))
+        return [None if grad is None else next(ready) for grad in grads]
+
+    def collectives_for(self, own: Collectives, *, of_root: bool) -> Collectives:
+        """Return the collectives that reduce the gradients of a unit.
+
+        The TPU compiler leaves reduce-scatters blocking, but hides rings under compute: those of
+        one unit while the next one computes.
+
+        Args:
+            own: of the unit.
+            of_root: whether it is a root, of which some gradients are reduced early. A head is
+                followed by all units, which can hide rings, an embedding by none.
+        """
+        has_reduced, now = self._reduced_in == current_pass(), current_pass()
+        if not of_root:
+            self._reduced_in = now
+        if self.beside_loop or (of_root and not self.has_units):
+            return own
+        meanwhile: Meanwhile = "step" if of_root and has_reduced else "units"
+        key = own.key, meanwhile
+        if key not in self._rings:
+            self._rings[key] = own.in_rings(meanwhile)
+        return self._rings[key]
+
+    # ------------------------------------------------------------ ends of passes
+
+    def ensure_end_of_pass_callback(self) -> None:
+        """Clean up when the current backward pass ends."""
+        number = current_pass()
+        if number not in self._passes:
+            self._passes.add(number)
+            Variable._execution_engine.queue_callback(partial(self._end, number))
+
+    def hold_for_pass(self, unit: Unit) -> None:
+        """Let ``unit`` free its parameters when the current backward pass ends."""
+        self.ensure_end_of_pass_callback()
+        self._holding[unit] = current_pass()
+
+    def hold_for_next(self, unit: Unit) -> None:
+        """Let ``unit`` free its parameters when the root's forward or the outermost backward pass
+        ends, unless ``use`` comes first."""
+        self._holding.setdefault(unit, -1)
+
+    def use(self, unit: Unit) -> None:
+        """Undo ``hold_for_next``, because the unit runs now."""
+        if self._holding.get(unit) == -1:
+            del self._holding[unit]
+
+    def holds_for_this_pass(self, unit: Unit) -> bool:
+        """Return whether the current backward pass has gathered the parameters of ``unit``."""
+        return self._holding.get(unit) == current_pass()
+
+    def end_forward(self, *, of_root: bool) -> None:
+        """Clean up when the forward of a unit, or a loop in its place, has returned."""
+        if running_units():
+            return
+        self._last[False] = []  # as live tensors they would become outputs of the program
+        if of_root and current_pass() == -1:
+            self._free(-1)
+
+    def cleanup_failed_passes(self) -> None:
+        """Clean up after passes that raised. Does nothing inside a backward pass."""
+        if current_pass() != -1:
+            return
+        if not running_units():
+            self._last[False] = []
+            self._free(-1)
+        if self._passes:
+            self._passes.clear()
+            self._clear()
+            self._free(*{*self._holding.values()} - {-1})
+
+    def _end(self, number: int) -> None:
+        self._passes.discard(number)
+        self._free(number)
+        if self._passes:
+            return
+        # Gradients that earlier passes under no_sync left in units that this pass did not reach.
+        for unit in list(self.unreduced):
+            unit.reduce_unreduced()
+        self._free(-1)
+        if self.is_last:
+            self._clear()
+        if self.to_check is not None:
+            found, self.to_check = self.to_check, {}
+            self._check([unit for reference in found if (unit := reference()) is not None])
+        if self.is_last and self._sync_on_end:
+            ops.sync()
+
+    def _free(self, *numbers: int) -> None:
+        for unit in [unit for unit, number in self._holding.items() if number in numbers]:
+            del self._holding[unit]
+            unit.end_pass()
+
+    def _take_unfinished(self) -> list[Tensor]:
+        self.ensure_end_of_pass_callback()
+        found, self._unfinished = self._unfinished, []
+        return found
+
+    def _clear(self) -> None:
+        """Drop what backward has stored; as live tensors it would become outputs of programs."""
+        self._last[True], self._unfinished = [], []
+        self._in_rings, self._in_rings_before = [], []
+
+    def _check(self, units: Sequence[Unit]) -> None:
+        stored = [*self._last[True], *self._unfinished, *self._in_rings, *self._in_rings_before]
+        problems = [f"the schedule keeps {len(stored)} tensors"] * bool(stored and self.is_last)
+        problems += [f"{unit} waits for another end" for unit in self._holding]
+        problems += [each for unit in units for each in unit.problems()]
+        if problems:
+            raise AssertionError(
+                f"at the end of a backward pass (XLA_FSDP_CHECK=1): {'; '.join(problems)}. This is "
+                f"an error of xla_fsdp: report it with these lines"
+            )
+
+
+# ---------------------------------------------------------------- what it tells
+
+_log = logging.getLogger("xla_fsdp.schedule")
+
+
+class _Named(Protocol):
+    @property
+    def key(self) -> str: ...
+
+
+class ScheduleLog:
+    """Tells what one unit gathers, frees and reduces, at debug level, as it is traced. What is
+    replayed, or found in a cache of loops, is not traced again.
+
+    Attributes:
+        unit: name of the unit's first module, as far out as there are units.
+    """
+
+    def __init__(self) -> None:
+        self.unit = "root"
+
+    def sends(
+        self, what: str, sent: Tensor, numbers: Iterable[int] = (), params: Sequence[_Named] = ()
+    ) -> Tensor:
+        """Tell of a collective, and return what it sends.
+
+        Args:
+            what: its name.
+            sent: the tensor that it is given.
+            numbers: of those in ``params`` that are in it.
+            params: parameters of the unit, if they are known.
+        """
+        if _log.isEnabledFor(logging.DEBUG):
+            names = [params[at].key for at in numbers if params] or ["a part"]
+            of = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+            dtype = str(sent.dtype).removeprefix("torch.")
+            self._tell(f"{what} of {of}, {list(sent.shape)} {dtype}")
+        return sent
+
+    def frees(self, *, kept: bool) -> None:
+        """Tell that modules hold shards again; ``kept`` if backward uses the parameters."""
+        if _log.isEnabledFor(logging.DEBUG):
+            self._tell("keep until backward" if kept else "free")
+
+    def _tell(self, what: str) -> None:
+        # The rank, as CPU ranks share a process, and autograd's threads have names of their own.
+        when = "forward" if current_pass() == -1 else "backward"
+        _log.debug("rank %d, %s: %s, in %s", ops.rank(), self.unit, what, when)

@@ -174,9 +174,11 @@ class FSDPContext:
     """State shared by all units of one model; the root unit creates it.
 
     Args:
+        device: this rank's XLA device.
         sync_on_end: run the traced program when a backward pass ends.
 
     Attributes:
+        dummies: the data of parameters that units have freed.
         pending: tensors to compute before the next gather starts (reduced gradients, gradients of
             inputs, stepped shards); else their units' parameters would still be in memory.
         forward_gate: orders the gathers in forward.
@@ -188,8 +190,9 @@ class FSDPContext:
         unreduced: units with gradients left by ``no_sync``.
     """
 
-    def __init__(self, *, sync_on_end: bool = False) -> None:
+    def __init__(self, device: torch.device, *, sync_on_end: bool = False) -> None:
         self.pending: list[Tensor] = []
+        self.dummies = Dummies(device)
         self.forward_gate, self.backward_gate = PrefetchGate(), PrefetchGate()
         self.rings = RingGate()
         self.has_units = False
@@ -416,12 +419,10 @@ class FSDPState:
             keeps_larger=group.smaller is not None,
             keeps_on_root=config.disable_reshard_on_root,
         )
-        self.context = FSDPContext(sync_on_end=config.sync_on_finalization)
+        self.context = FSDPContext(device, sync_on_end=config.sync_on_finalization)
         self._forward: ForwardPass | None = None
         self._recomputing: set[int] = set()  # numbers of modules whose forward is recomputed
         self._unsharded_in = -1  # number of the backward pass that gathered the parameters
-        dtypes = {param.compute_dtype or param.leaf.dtype for param in group.params}
-        self._dummies = Dummies(dtypes, device)
         self._loops = LoopCache()  # of large weights
 
     def __repr__(self) -> str:
@@ -784,7 +785,7 @@ class FSDPState:
         if self.state is ShardedState.FORWARD:
             self.group.to_sharded(kept=not call.reshards)
         reshard = Reshard(self.group, call.versions, freed=call.reshards)
-        current.saved.reshard(reshard, self._dummies if call.reshards else None)
+        current.saved.reshard(reshard, self.context.dummies if call.reshards else None)
 
     def _end_idle_forward(self) -> None:
         """End a forward in which some of the unit's modules were not called."""

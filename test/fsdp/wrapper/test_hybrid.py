@@ -138,7 +138,7 @@ def test_replicas_and_larger_shards_are_explained() -> None:
     shown = [f"{each / 1e6:.3g} MB" for each in sent]
     whole = "0.0164 MB float32 in 1"
     assert outcomes()[0]["explained"] == [
-        ["0", "1: 4,096", whole, "both", "shard 2, 2 replicas", whole, shown[0], total(shown[0])],
+        ["0", "1: 4,096", whole, "both", "replica 2, shard 2", whole, shown[0], total(shown[0])],
         [
             *("0", "1: 4,096", whole, "both, then in groups", "shard 4", whole, shown[1]),
             total(shown[1]),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.collectives import Communication
+from xla_fsdp.distributed.cpu_ranks import SHARDING
 from xla_fsdp.fsdp.engine.param import known_shard
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.init.managed import ManagedModules
@@ -35,7 +36,7 @@ class _Checksums:
 
     def what_to_do(self, at: int) -> str:
         if at < len(self.on_host):
-            return "if they seed and build under one_rank_at_a_time()"
+            return "if they call torch.manual_seed(0) before they build"
         return (
             "if they all call torch_xla.manual_seed(0) before they build, as torch.manual_seed "
             "does not seed a device"
@@ -103,7 +104,7 @@ def _expect(sums: _Checksums, first: int, numbers: Sequence[int]) -> None:
     """Note checksums, those from number ``first`` on, as what all ranks must have."""
     pairs = zip(sums.names[first:], numbers, strict=False)
     sharded = ", ".join(f"{name} with checksum {each % 2**32:08x}" for name, each in pairs)
-    fact = f"sharding of {sharded} (equal on all ranks {sums.what_to_do(first)})"
+    fact = f"{SHARDING}{sharded} (equal on all ranks {sums.what_to_do(first)})"
     ops.runtime().expect_on_all_ranks(lambda: fact)
 
 

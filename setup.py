@@ -9,19 +9,26 @@ from pathlib import Path
 
 from setuptools import setup
 
-REPOSITORY = ""  # such as https://example.org/xla_fsdp/blob/main/, once it is published
-LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[\])*)\]\((?!https?:)([^)\s]+)\)")
+REPOSITORY = ""  # such as https://github.com/owner/xla_fsdp/blob/main/, once it is published
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[\])*)\]\((?!https?:|#)([^)\s]+)\)")
 
 
-def on_an_index(readme: str) -> str:
+def on_an_index(readme: str, repository: str) -> str:
     """Return the text with links that work where there are no files beside it."""
-    if REPOSITORY:
-        return LINK.sub(rf"\1[\2]({REPOSITORY}\3)", readme)
-    return LINK.sub(lambda link: "" if link[1] else link[2], readme)
+
+    def link(found: re.Match[str]) -> str:
+        mark, text, path = found.groups()
+        if not repository:
+            return "" if mark else text
+        # The address of a file is that of a page about it, which is no picture.
+        return f"{mark}[{text}]({repository}{path}{'?raw=true' if mark else ''})"
+
+    return LINK.sub(link, readme)
 
 
 if __name__ == "__main__":
+    readme = Path(__file__).with_name("README.md").read_text("utf-8")
     setup(
-        long_description=on_an_index(Path(__file__).with_name("README.md").read_text("utf-8")),
+        long_description=on_an_index(readme, REPOSITORY),
         long_description_content_type="text/markdown",
     )

@@ -53,10 +53,11 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST_README
 
 
-def test_pages_say_what_can_be_installed_today() -> None:
+def test_pages_and_messages_say_what_can_be_installed_today() -> None:
     """Nothing is on a package index; the page index.md says what will do once it is."""
-    published = re.compile(r"pip install '?xla_fsdp")
-    found = {path.name for path in ROOT.glob("docs/**/*.md") if published.search(path.read_text())}
+    published = re.compile(r"pip install ['\"]?xla_fsdp")
+    places = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *PACKAGE.rglob("*.py")]
+    found = {path.name for path in places if published.search(path.read_text())}
     assert found == {"index.md"}
 
 

@@ -193,8 +193,14 @@ def memory(rank: int) -> dict[str, int]:
     return found
 
 
+def loss_of_a_step(rank: int) -> dict[str, Tensor]:
+    return {"loss": sharded()(rows()).sum()}
+
+
 def everything(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {each.__name__: said(each, folder) for each in MISTAKES}
+    losses = launch(loss_of_a_step, num_ranks=RANKS)
+    found["losses"] = [each["loss"].item() for each in losses]
     return {**found, "memory": launch(memory, num_ranks=RANKS)}
 
 
@@ -223,6 +229,17 @@ def test_a_mistake_is_answered_by_what_to_write(
 def test_the_memory_of_cpu_ranks_is_that_of_the_process(found: dict[str, Any]) -> None:
     for each in found["memory"]:
         assert 0 < each["bytes_used"] <= each["peak_bytes_used"] < each["bytes_limit"]
+
+
+def test_a_loss_that_a_rank_returns_has_its_value(found: dict[str, Any]) -> None:
+    expected = build()(torch.ones(2, WIDTH)).sum().item()
+    assert found["losses"] == pytest.approx([expected] * RANKS, rel=1e-5)
+
+
+def test_launch_is_given_a_function_of_the_rank() -> None:
+    for wrong, args in ((lambda: None, ()), (lambda rank: None, ("more",))):
+        with pytest.raises(TypeError, match=r"launch calls <lambda>\(rank.*as in def <lambda>"):
+            launch(wrong, args, num_ranks=RANKS)
 
 
 # ---------------------------------------------------------------- what is printed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -86,6 +87,24 @@ def test_the_description_on_an_index_has_no_links_to_files(installed: Installed)
     assert "One call" in text
     assert len(text.splitlines()) == len((ROOT / "README.md").read_text().splitlines())
     assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
+
+
+def test_with_an_address_links_lead_to_the_files_of_the_repository() -> None:
+    described = runpy.run_path(str(ROOT / "setup.py"))["on_an_index"]
+    readme = (ROOT / "README.md").read_text()
+    text = described(readme, "https://example.org/blob/main/")
+    links = re.findall(r"(!?)\[(?:[^\[\]]|\[\])*\]\(([^)\s]+)\)", text)
+    own = [(mark, link) for mark, link in links if link.startswith("https://example.org/")]
+    files = [
+        re.split(r"[?#]", link.removeprefix("https://example.org/blob/main/"))[0] for _, link in own
+    ]
+    assert len(files) > 30
+    assert [each for each in files if not (ROOT / each).exists()] == []
+    assert len(links) == len(re.findall(r"\]\([^)]+\)", readme))
+    assert [link for mark, link in own if mark] == [
+        "https://example.org/blob/main/docs/pictures/memory.svg?raw=true"
+    ]
+    assert described("[a](#b) [c](https://d)", "https://e/") == "[a](#b) [c](https://d)"
 
 
 def test_it_is_imported_from_its_environment(installed: Installed) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,7 +44,10 @@ def test_shards_and_outputs_stay_when_the_working_directory_changes(
     options = MergeOptions()
     shards = read_shards("mnist", "*.safetensors", "full.pth", overwrite=False)
     one = open_shard(str(Path(shards[0].source).relative_to(here)))
-    merge, reshard = plan_merge(shards, "full.pth", options), plan_reshard(shards, "new", 3)
+    merge, reshard = (
+        plan_merge(shards, "full.pth", options),
+        plan_reshard(shards, "new", np.int64(3), step=np.int64(0)),
+    )
     monkeypatch.chdir("other")
     merge.run(options.write)
     reshard.run(options.write)
@@ -50,7 +55,8 @@ def test_shards_and_outputs_stay_when_the_working_directory_changes(
         tensor.load()
     content = torch.load(here / "full.pth", weights_only=True)
     assert bits(content["model"]) == bits(model.expected())
-    assert (here / "new" / "step_00000000" / "complete.json").exists()
+    folder = here / "new" / "step_00000000"
+    assert json.loads((folder / "complete.json").read_text())["world_size"] == 3
     assert list((here / "other").iterdir()) == []
 
 

@@ -32,11 +32,14 @@ from test.common.saving import (
     read,
     save_step,
 )
-from xla_fsdp.checkpoint import CheckpointError
+from xla_fsdp.checkpoint import CheckpointError, MergeOptions, read_shards
+from xla_fsdp.checkpoint.convert import consolidate
+from xla_fsdp.checkpoint.convert.consolidate import plan_merge
 from xla_fsdp.checkpoint.files import storage
 from xla_fsdp.checkpoint.files.json_values import pack
 from xla_fsdp.checkpoint.files.remote_storage import RemoteStorage
 from xla_fsdp.checkpoint.files.storage import open_storage
+from xla_fsdp.checkpoint.format.shard_files import DEFAULT_SUFFIX
 from xla_fsdp.checkpoint.steps import save_step as commit
 from xla_fsdp.checkpoint.steps.load_step import load_step
 from xla_fsdp.checkpoint.steps.save_step import Job, Ranks, Save, ShardFile, write_rank_file
@@ -417,6 +420,23 @@ def test_a_step_that_goes_while_it_is_read_is_told(tmp_path: Path) -> None:
     remove(at, Attempt(4))
     with pytest.raises(CheckpointError, match="step_00000004: was deleted while it was read"):
         load_step(at, Attempt(4), picture(4).target(0, 2))
+
+
+def test_a_step_that_goes_while_it_is_merged_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = re.compile(r"rank-0000[01].*: was deleted while it was read, as a job that saves there")
+    save_step(tmp_path, 4, 2)
+    shards = read_shards(str(tmp_path), DEFAULT_SUFFIX, None, overwrite=False)
+    job = plan_merge(shards, str(tmp_path / "full.pth"), MergeOptions())
+    paths = [shard.source for shard in shards]
+    remove(open_storage(tmp_path), Attempt(4))
+    with pytest.raises(CheckpointError, match=gone):
+        job.run(MergeOptions().write)
+    monkeypatch.setattr(consolidate, "find_files", lambda *_: paths)  # before the step went
+    with pytest.raises(CheckpointError, match=gone) as raised:
+        read_shards(str(tmp_path), DEFAULT_SUFFIX, None, overwrite=False)
+    assert all(gone.search(line) for line in raised.value.problems)
 
 
 EMPTY_MARKER = Marker(step=1, world_size=2, files={}, job="one").to_bytes()

@@ -67,7 +67,7 @@ def skip_without_chips() -> None:
     """Skip the calling test where there is no JAX, of which virtual chips are made."""
     import pytest  # not in the child
 
-    pytest.importorskip("jax", reason="virtual chips: pip install 'xla_fsdp[preflight]'")
+    pytest.importorskip("jax", reason="virtual chips: pip install '.[preflight]'")
 
 
 def run_jobs(jobs: Mapping[str, Job], timeout: float = 600) -> dict[str, Done]:

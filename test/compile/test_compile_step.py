@@ -492,6 +492,7 @@ def test_memory_that_a_replay_would_not_follow_is_refused() -> None:
     assert len(views) == len(VIEWS)
     for each in views:
         assert "a view of a tensor; keep a clone of it" in each, each
+        assert "Hand it to the step" not in each, each
 
 
 class Following(nn.Module):

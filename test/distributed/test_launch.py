@@ -1256,7 +1256,8 @@ def wrap_on_device_of_processes(rank: int) -> None:
     ("fn", "said"),
     [
         (models_that_differ, "sharding of weight with checksum"),
-        (models_that_differ, "seed and build under one_rank_at_a_time"),
+        (models_that_differ, "have built models of different values"),
+        (models_that_differ, "call torch.manual_seed(0) before they build"),
         (last_rows_that_differ, "sharding of weight with checksum"),
         (wrap_on_device, "sharding of 1.weight with checksum"),
         (wrap_on_device, "call torch_xla.manual_seed(0) before they build, as torch.manual_seed"),

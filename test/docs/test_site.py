@@ -76,7 +76,7 @@ SEARCH = """
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip("no mkdocs here; pip install 'xla_fsdp[docs]'")
+        pytest.skip("no mkdocs here; pip install '.[docs]'")
     site = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(site)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)

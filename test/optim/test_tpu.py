@@ -10,7 +10,7 @@ import pytest
 
 from test.common.tpu_reports import reports
 
-pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
+pytest.importorskip("libtpu", reason="the TPU compiler: pip install '.[preflight]'")
 pytestmark = pytest.mark.slow
 
 ZERO, DEEP = "test.common.tpu_optimizers:zero", "test.common.tpu_optimizers:deep"

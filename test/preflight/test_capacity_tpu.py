@@ -11,7 +11,7 @@ from xla_fsdp.preflight.compile.compiler import Buffers, Compiled, assigned_buff
 from xla_fsdp.preflight.topologies import CHIPS, MIB, find_topology
 from xla_fsdp.preflight.trace.program import Program
 
-pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
+pytest.importorskip("libtpu", reason="the TPU compiler: pip install '.[preflight]'")
 
 SMALLEST = {2: "2x2", 3: "2x2x1"}
 WIDTH = 1024

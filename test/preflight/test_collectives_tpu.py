@@ -29,7 +29,7 @@ from xla_fsdp.preflight.topologies import find_topology
 
 tpu = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'xla_fsdp[preflight]'"),
+    pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install '.[preflight]'"),
 ]
 PROGRAMS = {
     "blocks": ("v5e:2x4", "fp32_reduce_scatter=1"),

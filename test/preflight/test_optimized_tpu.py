@@ -29,7 +29,7 @@ from xla_fsdp.preflight.trace.program import STATE
 
 tpu = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install 'xla_fsdp[preflight]'"),
+    pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install '.[preflight]'"),
 ]
 
 ALL_LARGE: dict[str, Any] = {"gather_once_below": 1}  # so that the loop gathers and reduces all

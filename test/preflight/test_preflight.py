@@ -419,7 +419,7 @@ def test_without_the_compiler_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(CompileError, match=r"pip install 'xla_fsdp\[preflight\]'"):
+    with pytest.raises(CompileError, match=r"pip install '\.\[preflight\]' in a clone"):
         compile_program(Program(b"", (), ()), find_topology("v5e:2x2"))
 
 

@@ -14,7 +14,7 @@ import pytest
 from test.common.ranks import cached_outcome
 from test.common.tpu_reports import counts, reports
 
-pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
+pytest.importorskip("libtpu", reason="the TPU compiler: pip install '.[preflight]'")
 pytestmark = pytest.mark.slow
 
 MIB, MB = 2**20, 10**6

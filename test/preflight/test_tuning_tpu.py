@@ -10,7 +10,7 @@ import pytest
 from test.common.ranks import run_python
 from xla_fsdp import Recipe
 
-pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
+pytest.importorskip("libtpu", reason="the TPU compiler: pip install '.[preflight]'")
 pytestmark = pytest.mark.slow
 
 TARGET = ("-m", "xla_fsdp.preflight", "test.common.tpu_tuning:build_step")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import sys
+import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -57,17 +60,35 @@ class OwnTable(Transformer):
 
 
 @scenarios.add
-def explained(rank: int) -> str:
+def explained(rank: int) -> dict[str, Any]:
     from xla_fsdp import Recipe
 
     model = make(Transformer)
     recipe = Recipe("lean", streamed_embedding=True, mesh={"replica": 1, "shard": 2})
-    done = shard_of(model, recipe)
+    with records() as logged:
+        done = shard_of(model, recipe)
     shown = io.StringIO()
     if rank == 0:  # ranks are threads, and share sys.stdout
         with contextlib.redirect_stdout(shown):
             done.explain()
-    return shown.getvalue()
+    return {"shown": shown.getvalue(), "logged": logged}
+
+
+@contextlib.contextmanager
+def records() -> Iterator[list[str]]:
+    """What the caller's thread logs inside the block, from INFO on."""
+    log, handler, lines = logging.getLogger("xla_fsdp"), logging.Handler(), []
+    caller = threading.get_ident()
+    handler.emit = lambda each: lines.append(  # type: ignore[method-assign]
+        f"{each.levelname} {each.getMessage()}"
+    )
+    handler.addFilter(lambda each: each.thread == caller)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)  # for good, as the ranks are threads
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
 
 
 def shard_of(model: nn.Module, recipe: Any) -> Any:
@@ -77,7 +98,8 @@ def shard_of(model: nn.Module, recipe: Any) -> Any:
 
 
 def test_explain_tells_what_was_done_and_what_was_left_out() -> None:
-    assert scenarios.result("explained").splitlines() == [
+    shown = scenarios.result("explained")["shown"].splitlines()
+    assert shown == [
         "recipe 'lean' for Transformer: 5 units on 2 shards",
         "  streamed_embedding: tokens",
         "  remat: full",
@@ -89,6 +111,9 @@ def test_explain_tells_what_was_done_and_what_was_left_out() -> None:
         "streamed_head: left out for Transformer: only causal language models of transformers have "
         "a loss that is known; let the forward compute it by a LinearCrossEntropy",
     ]
+    # Each omission once, by one rank.
+    assert scenarios.result("explained")["logged"] == [f"INFO parallelize: {shown[-1]}"]
+    assert scenarios.result("explained", rank=1)["logged"] == []
 
 
 @scenarios.add

@@ -10,7 +10,7 @@ from test.common.ranks import cached_outcome, run_python
 from test.common.tpu_reports import counts, reports
 from test.common.tpu_steps import LENGTH
 
-pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
+pytest.importorskip("libtpu", reason="the TPU compiler: pip install '.[preflight]'")
 pytestmark = pytest.mark.slow
 
 TARGET = "test.common.tpu_steps:build"

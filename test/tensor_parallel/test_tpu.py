@@ -10,7 +10,7 @@ import pytest
 from test.common.tpu_reports import reports
 from test.common.tpu_tensor_steps import LENGTH, ROWS, VOCABULARY, WIDTH
 
-pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
+pytest.importorskip("libtpu", reason="the TPU compiler: pip install '.[preflight]'")
 pytestmark = pytest.mark.slow
 
 DEGREE, DEPTH = 4, 4

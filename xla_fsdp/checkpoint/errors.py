@@ -49,6 +49,14 @@ def raise_if(problems: Sequence[str]) -> None:
         raise CheckpointError(problems)
 
 
+def deleted_meanwhile(path: str) -> str:
+    """Return the line for a file or folder that was there before."""
+    return (
+        f"{path}: was deleted while it was read, as a job that saves there deletes older steps: "
+        f"load again"
+    )
+
+
 def whole_number(name: str, value: Any, least: int) -> int:
     """Return a number that a user gave: an int, or what can be an index, as numpy's can.
 

@@ -184,7 +184,9 @@ class OptimizerNumbers:
         elif plain(value) is not value:
             changes.updates[key] = expression_of(value)
         else:
-            changes.problem = f"the step sets {key[2]} of the optimizer's group {key[1]}"
+            changes.problem = (
+                f"the step sets {key[2]} of the optimizer's group {key[1]}; set it before the step"
+            )
 
     def write_options(self, values: Mapping[Key, float]) -> None:
         """Set options to numbers, by key."""

@@ -36,6 +36,7 @@ from xla_fsdp.xla.worker import Worker
 MANY_TRACES = 12
 FIRST = "the first step"
 MOST_CHECKED = 0.01  # of the time since the first replay
+HAND_OVER = "Hand it to the step as an argument (a tensor), or keep it in a tensor on the device; "
 
 _log = logging.getLogger("xla_fsdp")
 
@@ -328,7 +329,7 @@ class _RankStep:
         if self.checks == 1:
             _log.info("compile_step checked a replay in %.2f s", self.check_seconds)
         if problem:
-            self._give_up(problem)
+            self._give_up(problem, HAND_OVER)
         return bool(problem)
 
     @functools.cached_property
@@ -446,18 +447,20 @@ class _RankStep:
         }
 
     def _learn(self, key: Any, trace: Trace) -> None:
-        problem = trace.problem or self._find_counter(trace) or self._find_draws(trace)
         program = trace.program
-        if problem or program is None:
-            self._give_up(problem or "the step computes nothing on the device")
+        if trace.problem or program is None:
+            self._give_up(trace.problem or "the step computes nothing on the device")
+            return
+        if problem := self._find_counter(trace) or self._find_draws(trace):
+            self._give_up(problem, HAND_OVER)
             return
         known = self._programs.setdefault(key, [])
         for each in known:
             if each.is_same(program):
-                problem = each.counts_otherwise(program)
-                problem = problem or trace.unknown(each, each.confirm(program))
-                if problem:
+                if problem := each.counts_otherwise(program):
                     self._give_up(problem)
+                elif problem := trace.unknown(each, each.confirm(program)):
+                    self._give_up(problem, HAND_OVER)
                 return
         known.append(program)
 
@@ -477,11 +480,10 @@ class _RankStep:
                 return f"the step draws random numbers on the host at {place}"
         return ""
 
-    def _give_up(self, problem: str) -> None:
+    def _give_up(self, problem: str, advice: str = "") -> None:
         if self._options.refuses:
             raise CompileStepError(
-                f"{problem}. A replay would not follow that. Hand it to the step as an argument "
-                f"(a tensor), or keep it in a tensor on the device; "
+                f"{problem}. A replay would not follow that. {advice}"
                 f'compile_step(..., unknown="trace") traces every step'
             )
         if not self._traces_always:

@@ -93,7 +93,10 @@ class Trace:
                 known = (
                     "another argument" if reference[0] == "argument" else "a tensor of the model"
                 )
-                self.problem = f"argument {each[0][1]} of the step shares its memory with {known}"
+                self.problem = (
+                    f"argument {each[0][1]} of the step shares its memory with {known}; hand over "
+                    f"a clone"
+                )
         return found
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -309,7 +312,7 @@ class Trace:
         """Say which tensor of the host, in the state, the step has changed."""
         for label, tensor, version in self._on_host:
             if tensor._version != version:
-                return f"the step changes {label}, a tensor of the host"
+                return f"the step changes {label}, a tensor of the host; keep it on the device"
         return ""
 
     def _run_program(self, traced: Traced) -> list[Any]:
@@ -531,7 +534,10 @@ class _Builder:
                 if tensor is not self._tensors.get(self._where(number)):
                     self.new.add(number)
                     if tensor.requires_grad:
-                        self.problem = f"the step replaces {self._labels[number]}, a parameter"
+                        self.problem = (
+                            f"the step replaces {self._labels[number]}, a parameter; change it in "
+                            f"place"
+                        )
                 found.append(("slot", number))
             for number, argument in enumerate(self._arguments):
                 if argument is tensor:

@@ -39,6 +39,9 @@ ALL_RANKS = (
 )
 """What is often called by one rank, and has to be called by all."""
 
+SHARDING = "sharding of "
+"""How the facts begin that tell which values a rank shards."""
+
 MORE_BATCHES = (
     "a rank whose data has a batch more than the others' (DataLoader(..., drop_last=True) with a "
     "DistributedSampler gives all as many)"
@@ -494,6 +497,12 @@ def first_difference(traced: Sequence[Sequence[str]]) -> Failure | None:
 def _difference(position: int, ranks_by_collective: dict[str, list[int]]) -> Failure:
     odd_ones = min(ranks_by_collective.values(), key=lambda ranks: (len(ranks), -ranks[0]))
     what = "; ".join(f"{name} on ranks {ranks}" for name, ranks in ranks_by_collective.items())
+    if all(name.startswith(SHARDING) for name in ranks_by_collective):
+        return Failure(
+            odd_ones[0],
+            f"the ranks have built models of different values, and each would keep its part of "
+            f"another one: {what}. Or pass sync_module_states=True, which takes those of rank 0.",
+        )
     return Failure(
         odd_ones[0],
         f"the ranks differ in what they traced since they last met: number {position + 1} is "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import inspect
 import os
 import signal
 import sys
@@ -87,8 +88,8 @@ def launch(
     called in that rank, whatever ``num_ranks`` is.
 
     Args:
-        fn: called with the rank's number, from 0, and ``args``. On CPU it should return host
-            values: a lazy tensor that needs a collective cannot be computed after the run.
+        fn: called with the rank's number, from 0, and ``args``. On CPU tensors that it returns are
+            computed when it ends; other lazy ones that need a collective cannot be after the run.
         args: further arguments of ``fn``; on CPU shared by all ranks, not copied.
         num_ranks: how many CPU ranks; default ``XLA_FSDP_NUM_RANKS``, else ``CPU_NUM_DEVICES``,
             else 1. On TPU it must be 1 or the number of devices there, which is the default.
@@ -102,7 +103,7 @@ def launch(
         [], where the ranks are processes.
 
     Raises:
-        TypeError: ``fn`` cannot be called.
+        TypeError: ``fn`` cannot be called, or not with a rank and ``args``.
         ValueError: ``num_ranks`` is not a number of ranks that can be started here, or
             ``stop_signals`` cannot be listened for.
         RuntimeError: torch_xla was started before, in a way that does not fit.
@@ -118,6 +119,7 @@ def launch(
             f"launch got a {type(fn).__name__}, which it cannot call; give the function itself, as "
             f"in launch(train), not launch(train())"
         )
+    _check_arguments(fn, args)
     inside = current_rank_thread()
     if inside is not None:
         return [fn(inside.rank, *args)]
@@ -134,6 +136,20 @@ def launch(
     with listen(signals, to_children=False):
         _prepare_process(count)
         return _run_cpu_ranks(fn, tuple(args), Run(count), sync_timeout)
+
+
+def _check_arguments(fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Raise TypeError unless ``fn`` takes a rank and ``args``."""
+    try:
+        inspect.signature(fn).bind(0, *args)
+    except ValueError:  # of a function of C, which does not tell
+        pass
+    except TypeError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(
+            f"launch calls {name}(rank{', *args' if args else ''}), which it does not take "
+            f"({error}); let the number of the rank be its first argument, as in def {name}(rank)"
+        ) from None
 
 
 def launch_script(

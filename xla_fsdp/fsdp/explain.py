@@ -89,8 +89,6 @@ class _Unit:
         ranks = group.collectives.num_shards
         axes = zip(group.mesh.axis_names, group.mesh.shape, strict=True)
         over = ", ".join(f"{name} {size}" for name, size in axes)
-        if group.replicas.num_shards > 1:
-            over += f", {group.replicas.num_shards} replicas"
         numel = sum(each.shape.numel() for each in group.originals)
         return (
             f"{group.num_originals}: {numel:,}",

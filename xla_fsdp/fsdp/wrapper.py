@@ -62,12 +62,8 @@ class WrapperModule(FSDPModuleBase, nn.Module):
 
     def __init__(self, module: nn.Module, state: ModuleState) -> None:
         super().__init__()
-        self._forward_methods = {
-            name for name in _KNOWN_FORWARD_METHODS if callable(getattr(module, name, None))
-        }
+        self._forward_methods = set(_KNOWN_FORWARD_METHODS)
         self._fsdp_wrapped_module = module
-        self._parameters = cast(Any, WrappedRegistry(module, "_parameters"))
-        self._buffers = cast(Any, WrappedRegistry(module, "_buffers"))
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._load_errors: list[str] = []  # torch's own list, during load_state_dict
         # First, as hooks run in the order of registration, and those of ``attach`` expect names
@@ -78,6 +74,9 @@ class WrapperModule(FSDPModuleBase, nn.Module):
         self.register_load_state_dict_pre_hook(_unhide_wrapped_module)
         self.register_load_state_dict_post_hook(_hide_in_report)
         mark_state_dicts(self)
+        # Last, as nn.Module looks for each attribute that is set in them.
+        self._parameters = cast(Any, WrappedRegistry(module, "_parameters"))
+        self._buffers = cast(Any, WrappedRegistry(module, "_buffers"))
 
     @torch.compiler.disable(recursive=False)  # so that a call from dynamo arrives here
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,9 +127,9 @@ class WrapperModule(FSDPModuleBase, nn.Module):
         except AttributeError:
             if name == _INNER:
                 raise
-            if name in self.__dict__["_forward_methods"]:
-                return partial(self._run_method, name)
-            return getattr(self._fsdp_wrapped_module, name)
+            found = getattr(self._fsdp_wrapped_module, name)
+            runs_forward = name in self.__dict__["_forward_methods"] and callable(found)
+            return partial(self._run_method, name) if runs_forward else found
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module (``nn.Sequential``)."""
@@ -334,8 +333,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
             coalesce_all_gather_ops=coalesce_all_gather_ops,
             cast_buffers=self._casts_buffers,
         )
-        fsdp1 = TorchOptions(**torch_options)
-        given = {**config.as_keywords(), **torch_options}
+        fsdp1, before = TorchOptions(**torch_options), config
         config = translate(fsdp1, config) if torch_options else config
         config.warn_about_ignored()
         ignored = Ignored(ignored_modules, ignored_params, ignored_states)
@@ -362,7 +360,8 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
                 wrapper = auto_wrapper_callable or own
                 options = _without_none({"mesh": config.mesh, **others})
                 options = {**config.as_keywords(), **options}
-                _wrap_inside(module, auto_wrap_policy, wrapper, ignored, options, given | others)
+                given = {**before.as_keywords(), **torch_options, **others}
+                _wrap_inside(module, auto_wrap_policy, wrapper, ignored, options, given)
             if scan_layers:
                 scan_containers(module, scan_layers, stacked=scan_stacked)
             install_captures(module)
@@ -374,9 +373,21 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
             with sharding(managed, config, communication):
                 [state] = build_unit(managed, config, communication, origins=origins)
                 super().__init__(module, state)
-            self.xla_device = state.unit.device
-            self.rank = communication.shards.rank
-            self.world_size = communication.shards.num_shards
+
+    @property
+    def xla_device(self) -> torch.device:
+        """This rank's XLA device."""
+        return self._fsdp_unit.device
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those that share the parameters."""
+        return self._fsdp_unit.group.collectives.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the parameters."""
+        return self._fsdp_unit.group.collectives.num_shards
 
     def extra_repr(self) -> str:
         """Return the options that differ between units."""
@@ -395,6 +406,8 @@ def _without_none(options: dict[str, Any]) -> dict[str, Any]:
 
 def _check_names(wrapper: type, options: Mapping[str, Any]) -> None:
     """Raise TypeError if ``options`` has names that ``TorchOptions`` does not know."""
+    if not options:
+        return
     taken = [each.name for each in fields(TorchOptions)]
     wrong = [name for name in options if name not in taken]
     if not wrong:

@@ -7,7 +7,7 @@ except ModuleNotFoundError as error:
         raise
     raise ModuleNotFoundError(
         "training and preflight need torch_xla, which is not installed here: "
-        "pip install 'xla_fsdp[xla]' (on a TPU 'xla_fsdp[tpu]'). Without it, xla_fsdp.checkpoint "
-        "and the command consolidate_sharded_ckpts work on files",
+        "pip install '.[xla]' in a clone of xla_fsdp (on a TPU '.[tpu]'). Without it, "
+        "xla_fsdp.checkpoint and the command consolidate_sharded_ckpts work on files",
         name="torch_xla",
     ) from error

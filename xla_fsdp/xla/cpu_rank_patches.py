@@ -35,6 +35,7 @@ from torch_xla.distributed.parallel_loader import ParallelLoader
 
 from xla_fsdp.distributed.cpu_ranks import Run, current_rank_thread
 from xla_fsdp.distributed.forks import QuietForks
+from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.lost import LostTensor
 from xla_fsdp.xla.ops import Groups, index_of
@@ -198,7 +199,11 @@ def enter_cpu_rank(rank: int) -> None:
 
 
 def leave_cpu_rank(rank: int) -> None:
-    """Wait for the device, and discard what an unfinished step left for a later sync."""
+    """Compute what the rank returns, wait for the device, and discard what an unfinished step left
+    for a later sync."""
+    run = run_slot().run
+    if run is not None:  # afterwards no rank is there to take part in collectives
+        _compute_together(run, tensors_in(run.results.get(rank)))
     # The C++ runtime aborts if something is still executed when the interpreter exits.
     _wait_for(rank)
     discard_unfinished(rank)

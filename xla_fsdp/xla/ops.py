@@ -499,14 +499,14 @@ class ScaledProducts(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def upload(tensor: Tensor) -> Tensor:
+def upload(tensor: Tensor, on: torch.device | None = None) -> Tensor:
     """Copy a host tensor to a new device buffer; ``to`` would make a scalar a constant."""
-    return upload_all([tensor])[0]
+    return upload_all([tensor], on)[0]
 
 
-def upload_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy host tensors to new device buffers at once."""
-    devices = [str(device())] * len(tensors)
+def upload_all(tensors: Sequence[Tensor], on: torch.device | None = None) -> list[Tensor]:
+    """Copy host tensors to new buffers of a device (default: the caller's) at once."""
+    devices = [str(on or device())] * len(tensors)
     return torch_xla._XLAC._xla_tensors_from_aten(list(tensors), devices, None)
 
 

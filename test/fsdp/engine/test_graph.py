@@ -216,7 +216,7 @@ def waits_for(rank: int) -> list[list[bool]]:
     found = []
     for rows, by in ((512, ring), (1, ring), (512, plain)):
         sums = [ops.upload(torch.ones(rows, 256)) for _ in range(3)]
-        schedule = Schedule()
+        schedule = Schedule(ops.device())
         for each in sums:
             schedule.finish_first([each], by)
         [ready] = schedule.after_rings([ops.upload(torch.ones(2))])
@@ -234,10 +234,11 @@ def beside_loop(rank: int) -> list[bool]:
     """Whether a unit reduces around rings: without a loop of blocks in the model, and with one."""
     from xla_fsdp.distributed.collectives import RingCollectives, XlaCollectives
     from xla_fsdp.fsdp.engine.schedule import Schedule
+    from xla_fsdp.xla import ops
 
     groups = [[0, 1]]
     own = XlaCollectives(groups, rank, 2, steps=[groups])
-    schedule = Schedule()
+    schedule = Schedule(ops.device())
     found = [isinstance(schedule.collectives_for(own, of_root=False), RingCollectives)]
     schedule.beside_loop = True
     return [*found, isinstance(schedule.collectives_for(own, of_root=False), RingCollectives)]

@@ -14,7 +14,7 @@ import pytest
 from test.common.tpu_reports import counts, reports
 from test.common.tpu_steps import VOCABULARY, WIDTH
 
-pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
+pytest.importorskip("libtpu", reason="the TPU compiler: pip install '.[preflight]'")
 pytestmark = pytest.mark.slow
 
 TARGET = "test.common.tpu_steps:build"

@@ -10,7 +10,7 @@ import pytest
 
 from test.common.ranks import cached_outcome, run_python
 
-pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
+pytest.importorskip("libtpu", reason="the TPU compiler: pip install '.[preflight]'")
 pytestmark = pytest.mark.slow
 
 STEPS: dict[str, Any] = {

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from test.common.compare import same
 from test.common.hlo import Instruction, Program
@@ -62,6 +63,7 @@ def on_four_ranks(rank: int, folder: str) -> dict[str, Any]:
         "sharded": sums_of_shards(rank),
         "factors": divide_factors(),
         "saved": save_and_load(folder),
+        "explained": explained(),
         "gathers": {when: groups_of_gathers(when) for when in ("never", "before", "between")},
     }
 
@@ -114,6 +116,38 @@ def groups_of_gathers(when: str) -> int:
 def test_a_setting_overrules_smaller_groups_from_the_next_forward_on() -> None:
     found = outcomes()[0]["gathers"]
     assert found["never"] == found["between"] > found["before"] == 0
+
+
+def explained() -> list[list[str]]:
+    """The cells of one matrix of 64 x 64 as ``explain`` shows them: with replicas, and gathered for
+    backward within groups of two."""
+    from xla_fsdp.fsdp.explain import lines_of
+
+    found = []
+    for options in (layout("hybrid"), {"reshard_after_forward": 2}):
+        inner = fsdp(make(partial(nn.Linear, 64, 64, bias=False)), **options)
+        _, _, line, total, *_ = lines_of(fsdp(nn.Sequential(inner), **options))
+        found.append([*re.split(r"  +", line), total])
+    return found
+
+
+def test_replicas_and_larger_shards_are_explained() -> None:
+    shard = 64 * 64 * 4 / SHARDS  # bytes; gathered twice, reduced, and summed over two replicas
+    quarter = 64 * 64 * 4 / RANKS  # gathered from three ranks, then two from one, and reduced
+    sent = [2 * shard + shard + shard, 3 * quarter + 2 * quarter + 3 * quarter]
+    shown = [f"{each / 1e6:.3g} MB" for each in sent]
+    whole = "0.0164 MB float32 in 1"
+    assert outcomes()[0]["explained"] == [
+        ["0", "1: 4,096", whole, "both", "replica 2, shard 2", whole, shown[0], total(shown[0])],
+        [
+            *("0", "1: 4,096", whole, "both, then in groups", "shard 4", whole, shown[1]),
+            total(shown[1]),
+        ],
+    ]
+
+
+def total(sent: str) -> str:
+    return f"A rank sends {sent} in a step."
 
 
 INNER_UNITS = 3  # two blocks and the head of LinearNet

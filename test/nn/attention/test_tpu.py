@@ -12,7 +12,7 @@ import pytest
 from test.common.ranks import run_python
 from test.common.tpu_reports import counts, reports
 
-pytest.importorskip("libtpu", reason="the TPU compiler: pip install 'xla_fsdp[preflight]'")
+pytest.importorskip("libtpu", reason="the TPU compiler: pip install '.[preflight]'")
 pytestmark = pytest.mark.slow
 
 CHIPS = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")

@@ -32,7 +32,7 @@ from xla_fsdp.checkpoint.convert.model_files import (
     restricted,
 )
 from xla_fsdp.checkpoint.convert.read_model import open_model
-from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, deleted_meanwhile, raise_if
 from xla_fsdp.checkpoint.files.copying import Verifier, find_damage
 from xla_fsdp.checkpoint.files.outputs import (
     BytesOutput,
@@ -261,12 +261,17 @@ def _open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[s
         except CheckpointError as error:
             same = os.path.realpath(path) == os.path.realpath(output)
             if not same and OUTPUT_MARK not in os.path.basename(path):
-                problems += error.problems
+                problems += [deleted_meanwhile(path)] if _is_gone(path) else error.problems
     strange = dict(_find_strange(shards))
     return [shard for shard in shards if shard.source not in strange], [
         *problems,
         *(problem for lines in strange.values() for problem in lines),
     ]
+
+
+def _is_gone(path: str) -> bool:
+    """Whether a local file that was found is not there any more, nor a marker that lists it."""
+    return not (is_url(path) or os.path.lexists(path) or has_marker(split_path(path)[0]))
 
 
 def _find_strange(shards: Sequence[Shard]) -> Iterator[tuple[str, list[str]]]:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xla_fsdp.checkpoint.errors import CheckpointError
+from xla_fsdp.checkpoint.errors import CheckpointError, deleted_meanwhile
 from xla_fsdp.checkpoint.format.records import MemberRecord
 
 SMALL = 1 << 27  # bytes at most of a file that describes others, as of a step of 100,000 ranks
@@ -211,6 +211,8 @@ class LocalFile:
                 file.seek(start)
                 while done < len(buffer) and (count := file.readinto(buffer[done:])):
                     done += count
+        except FileNotFoundError as error:
+            raise CheckpointError(deleted_meanwhile(self.path)) from error
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
         if done < len(buffer):

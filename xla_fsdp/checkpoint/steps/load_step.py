@@ -30,6 +30,7 @@ from xla_fsdp.checkpoint.convert.reshard import (
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     MismatchError,
+    deleted_meanwhile,
     listed,
     prefixed,
     raise_if,
@@ -119,10 +120,7 @@ def load_step(
     except CheckpointError as error:
         if _is_there(storage, attempt):
             raise
-        raise CheckpointError(
-            f"{path_of(storage, attempt.folder)}: was deleted while it was read, as a job that "
-            f"saves there deletes older steps: load again"
-        ) from error
+        raise CheckpointError(deleted_meanwhile(path_of(storage, attempt.folder))) from error
 
 
 def _is_there(storage: Storage, attempt: Attempt) -> bool:

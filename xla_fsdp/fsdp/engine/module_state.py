@@ -125,8 +125,7 @@ def attach(module: nn.Module, attachment: ModuleState) -> None:
             inner._fsdp_unit.join(attachment.unit)
             if not inner._fsdp_module_state.part:  # the first of several modules
                 inner._fsdp_unit.group.log.unit = name
-    for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
-        register(_show_shards)
+    module.register_state_dict_pre_hook(_show_shards)
     module.register_load_state_dict_pre_hook(_translate)
     module.register_load_state_dict_post_hook(_finish_loading)
 
@@ -254,6 +253,7 @@ def _show_shards(module: nn.Module, *_: Any) -> None:
 
 
 def _translate(module: nn.Module, *load: Any) -> None:
+    _show_shards(module)
     attached = cast(FSDPModuleLike, module)._fsdp_module_state
     if attached.unit.state is UnitState.SHARDED:  # else the module loads unsharded tensors
         shards = list(named_shards(module, remove_duplicate=False))

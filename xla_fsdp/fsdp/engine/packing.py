@@ -158,6 +158,7 @@ def cut_shard(tensors: Sequence[Tensor], layout: ShardLayout, rank: int) -> Tens
         begin, end = max(wanted.start - start, 0), min(wanted.stop - start, numel)
         if begin < end:
             pieces.append(tensor.detach().reshape(-1)[begin:end])
-    # A shard that is all padding has no piece, and cat needs one.
-    pieces.append(tensors[0].detach().new_zeros(layout.shard_numel - wanted.stop + wanted.start))
+    padding = layout.shard_numel - wanted.stop + wanted.start
+    if padding or not pieces:  # cat needs one
+        pieces.append(tensors[0].detach().new_zeros(padding))
     return torch.cat(pieces)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.pytree import map_tensors
+from xla_fsdp.xla import ops
 
 # ---------------------------------------------------------------- what functions read
 
@@ -226,25 +227,22 @@ class Dummies:
     any result.
     """
 
-    def __init__(self, dtypes: set[torch.dtype], device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Made now, and on the host: a program returns what is alive and was not computed before, so
-        # that of the first step would be another one than that of the second.
-        host = torch.device("cpu")
-        self._tensors = {
-            dtype: self._made(dtype, host).to(device) for dtype in sorted(dtypes, key=str)
-        }
+        self._tensors: dict[torch.dtype, Tensor] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
         """Return the data for ``tensor``."""
         if tensor.is_inference():  # not kept, as code that replaces live tensors expects none
             with torch.inference_mode():
                 return self._made(tensor.dtype, self._device)
-        if tensor.dtype not in self._tensors:  # the dtype of the shards was changed
-            self._tensors[tensor.dtype] = self._made(tensor.dtype, self._device)
+        if tensor.dtype not in self._tensors:
+            # Not computed by a program: that of the first step would return it, and so be another
+            # one than that of the second.
+            self._tensors[tensor.dtype] = ops.upload(self._made(tensor.dtype, "cpu"), self._device)
         return self._tensors[tensor.dtype]
 
-    def _made(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _made(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
         return torch.full((3, 5, 7, 11), value, dtype=dtype, device=device)
 

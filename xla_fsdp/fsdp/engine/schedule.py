@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from xla_fsdp.distributed.collectives import Collectives, Meanwhile, RingCollectives
-from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.fsdp.engine.param_guards import Dummies, in_forward
 from xla_fsdp.xla import ops
 
 
@@ -107,9 +107,11 @@ class Schedule:
     """Shared by all units of one model; the root unit creates it.
 
     Args:
+        device: this rank's XLA device.
         sync_on_end: run the traced program when a backward pass ends.
 
     Attributes:
+        dummies: the data of parameters that units have freed.
         has_units: whether there are units inside of the root.
         beside_loop: whether blocks of the model run as a loop; units around it then use no rings,
             which would only take memory, as XLA overlaps no collective with a loop.
@@ -120,7 +122,8 @@ class Schedule:
             which asserts what holds between two passes when one ends.
     """
 
-    def __init__(self, *, sync_on_end: bool = False) -> None:
+    def __init__(self, device: torch.device, *, sync_on_end: bool = False) -> None:
+        self.dummies = Dummies(device)
         self.has_units = False
         self.beside_loop = False
         self.is_last = True

@@ -57,9 +57,9 @@ def make_shard(
         dim: along which a single tensor is sharded.
     """
     flat = cut_shard([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
-    rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous()
+    rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous() if row_shape else flat
     if rows.device.type == "cpu" and device.type == "xla":
-        rows = ops.upload(rows)  # now: ``to`` leaves it to the next program
+        rows = ops.upload(rows, device)  # now: ``to`` leaves it to the next program
     elif not rows.is_meta:
         # A copy also on the device, where a leaf that is a view of another tensor keeps that alive.
         rows = rows.to(device, copy=True)

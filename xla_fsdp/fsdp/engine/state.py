@@ -44,7 +44,7 @@ from xla_fsdp.fsdp.engine.autograd import (
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.param_guards import Dummies, Reshard, in_forward
+from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
 from xla_fsdp.fsdp.engine.registry import remember_shown
 from xla_fsdp.fsdp.engine.schedule import (
@@ -181,13 +181,11 @@ class FSDPState:
             keeps_larger=group.smaller is not None,
             keeps_on_root=config.disable_reshard_on_root,
         )
-        self.schedule = Schedule(sync_on_end=config.sync_on_finalization)
+        self.schedule = Schedule(device, sync_on_end=config.sync_on_finalization)
         self.state = UnitState.SHARDED
         self._forward: ForwardPass | None = None
         self._recomputing: set[int] = set()  # numbers of modules whose forward is recomputed
         self._history: deque[str] = deque(maxlen=20)  # of events, where they are checked
-        dtypes = {param.compute_dtype or param.leaf.dtype for param in group.params}
-        self._dummies = Dummies(dtypes, device)
         self.at_forward: list[Callable[[FSDPState, ForwardCall, SavedParams], None]] = []
         self.loops = LoopCache()
 
@@ -267,7 +265,7 @@ class FSDPState:
         call = current.call
         self.group.to_sharded(kept=not call.reshards)
         reshard = Reshard(self.group, call.versions, freed=call.reshards)
-        current.saved.reshard(reshard, self._dummies if call.reshards else None)
+        current.saved.reshard(reshard, self.schedule.dummies if call.reshards else None)
 
     @property
     def _holds_current(self) -> bool:

@@ -83,11 +83,12 @@ class ManagedModules:
     def parameters(self) -> list[tuple[int, str, nn.Module, str, nn.Parameter]]:
         """Return (number of the root, name in it, module, attribute, parameter) for every name of
         every parameter."""
+        ignored = self.ignored.params
         return [
             (number, prefix + attribute, module, attribute, param)
             for number, prefix, module in self._named
             for attribute, param in module._parameters.items()
-            if param is not None and param not in self.ignored.params
+            if param is not None and not (ignored and param in ignored)
         ]
 
     @property

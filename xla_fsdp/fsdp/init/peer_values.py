@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.collectives import Communication
+from xla_fsdp.distributed.cpu_ranks import SHARDING
 from xla_fsdp.fsdp.engine.param import known_shard
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.init.managed import ManagedModules
@@ -35,7 +36,7 @@ class _Checksums:
 
     def what_to_do(self, at: int) -> str:
         if at < len(self.on_host):
-            return "if they seed and build under one_rank_at_a_time()"
+            return "if they call torch.manual_seed(0) before they build"
         return (
             "if they all call torch_xla.manual_seed(0) before they build, as torch.manual_seed "
             "does not seed a device"
@@ -56,7 +57,8 @@ def note_values(managed: ManagedModules, communication: Communication) -> Callab
     if not sums.names:
         return lambda: None
     if ops.runtime().compares_facts():
-        _expect(sums, 0, sums.on_host)
+        if sums.on_host:
+            _expect(sums, 0, sums.on_host)
         return partial(_expect_of_device, sums)
     host = torch.tensor(sums.on_host, dtype=torch.int32).to(ops.device())
     own = torch.cat([host, *(each.reshape(1) for each in sums.on_device)])
@@ -79,10 +81,10 @@ def _checksums(managed: ManagedModules) -> _Checksums:
 
 
 def _of_host_tensor(tensor: Tensor) -> int:
-    flat, crc = tensor.reshape(-1), 0
-    for end in (flat[:CHECKED_VALUES], flat[-CHECKED_VALUES:]):
-        crc = zlib.crc32(end.contiguous().view(torch.uint8).numpy().tobytes(), crc)
-    return crc - 2**31
+    flat = tensor.reshape(-1)
+    if flat.numel() > 2 * CHECKED_VALUES:
+        flat = torch.cat([flat[:CHECKED_VALUES], flat[-CHECKED_VALUES:]])
+    return zlib.crc32(flat.contiguous().view(torch.uint8).numpy()) - 2**31
 
 
 def _of_device_tensor(tensor: Tensor) -> Tensor:
@@ -100,12 +102,10 @@ def _expect_of_device(sums: _Checksums) -> None:
 
 def _expect(sums: _Checksums, first: int, numbers: Sequence[int]) -> None:
     """Note checksums, those from number ``first`` on, as what all ranks must have."""
-    for at, number in enumerate(numbers, first):
-        fact = (
-            f"sharding of {sums.names[at]} with checksum {number % 2**32:08x} (equal on all ranks "
-            f"{sums.what_to_do(at)})"
-        )
-        ops.runtime().expect_on_all_ranks(partial(str, fact))
+    pairs = zip(sums.names[first:], numbers, strict=False)
+    sharded = ", ".join(f"{name} with checksum {each % 2**32:08x}" for name, each in pairs)
+    fact = f"{SHARDING}{sharded} (equal on all ranks {sums.what_to_do(first)})"
+    ops.runtime().expect_on_all_ranks(lambda: fact)
 
 
 def _compare(sums: _Checksums, of_all_ranks: Tensor) -> None:

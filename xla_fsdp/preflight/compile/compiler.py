@@ -29,7 +29,7 @@ from xla_fsdp.preflight.trace.program import Program
 
 POLL_SECONDS = 0.1
 
-INSTALL = "pip install 'xla_fsdp[preflight]'"
+INSTALL = "pip install '.[preflight]' in a clone of xla_fsdp"
 
 
 class CompileError(RuntimeError):

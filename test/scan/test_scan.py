@@ -643,7 +643,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ("Retaining", ["calls retain_grad of a tensor"]),
         ("Differentiating", ["NoLoopError: ", "calls grad of a tensor", "without gradients"]),
         ("Leaving", ["leaves a tensor of shape [] in a dict, a list or another object"]),
-        ("Summing", ["ChangedOutsideError: ", "changes a tensor of shape [] in place that is none"]),
+        ("Summing", ["ChangedOutsideError: ", "changes a tensor of shape [] in place that is"]),
         ("SummingGradients", ["ChangedOutsideError: ", "shape [3] in place", "or backward"]),
         ("left by Summing", ["[[1.0], [1.0], [1.0]]"]),
         ("left by SummingGradients", ["[[1.0], [1.0], [1.0]]"]),
@@ -1457,10 +1457,7 @@ def held_in_backward(rank: int) -> dict[str, Any]:
         torch_xla.sync()
         return [type(error).__name__ for error in held] + list(map(_value_or_error, kept))
 
-    return {
-        how: kept_by(how)
-        for how in (*KEPT_IN_BACKWARD, *KEPT_OTHERWISE, *ALIASES)
-    }
+    return {how: kept_by(how) for how in (*KEPT_IN_BACKWARD, *KEPT_OTHERWISE, *ALIASES)}
 
 
 def _value_or_error(tensor: Tensor) -> str:

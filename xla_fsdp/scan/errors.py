@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from xla_fsdp.xla import ops
+from xla_fsdp.xla.lost import ChangedOutsideError
 
 
 class NoLoopError(ValueError, RuntimeError):
@@ -16,6 +17,6 @@ class NoLoopError(ValueError, RuntimeError):
     # NotImplemented of one that a placeholder raises.
 
 
-REFUSALS = (NoLoopError, ops.NoValueError)
+REFUSALS = (NoLoopError, ops.NoValueError, ChangedOutsideError)
 """What a forward raises if its blocks cannot run as a loop; values are wanted where a block, or its
 gradient, runs an operator on the host."""

@@ -37,7 +37,6 @@ from xla_fsdp.scan.checks import ADVICE
 from xla_fsdp.scan.errors import NoLoopError
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import Body, ChangedInPlaceError, TensorSpec, trace_body
-from xla_fsdp.xla.lost import OutsideTensors
 
 T = TypeVar("T")
 
@@ -180,6 +179,7 @@ def trace_block(template: Template) -> BlockTrace:
         NoLoopError: if it changes an input in place, does not return one tensor like its input, or
             computes with values that a loop would keep. What the trace computed is lost then, also
             where somebody holds it.
+        ChangedOutsideError: if it changes another tensor in place.
     """
     group = template.unit.group
     params = [(param, original) for param in group.params for original in param.originals]
@@ -190,12 +190,12 @@ def trace_block(template: Template) -> BlockTrace:
         *(f"buffer {name}" for name in template.state.names),
     ]
     result: list[tuple[Returned, list[Number]]] = []
-    made, calls, outside = MadeTensors(), GraphCalls(), OutsideTensors()
+    made, calls = MadeTensors(), GraphCalls()
 
     def body(values: list[Tensor]) -> list[Tensor]:
         given, unsharded, tensors, numbers, _ = split(values, list(map(len, parts)))
         made.add(values)
-        with outside, made, calls:
+        with made, calls:
             returned, output, used = template.run(unsharded, tensors, given, numbers)
         result.append((returned, used))
         return [output]
@@ -210,23 +210,11 @@ def trace_block(template: Template) -> BlockTrace:
             f"run as one loop. Compute a new tensor instead (x = x + y, not x += y), or do not "
             f"scan these blocks (layers with running statistics, such as BatchNorm, cannot be)"
         ) from None
-    finally:
-        restored = outside.restore()
-    if problem := _captured_problem(traced) or _outside_problem(restored) or made.problem():
+    if problem := _captured_problem(traced) or made.problem():
         raise NoLoopError(problem)
     returned, used = result[-1]
     gradient = _trace_gradient(template, parts) if calls.found else None
     return BlockTrace(traced, returned, tuple(used), template.state.without_tensors(), gradient)
-
-
-def _outside_problem(changed: Sequence[Tensor]) -> str | None:
-    for tensor in changed[:1]:
-        return (
-            f"a scanned block changes a tensor of shape {list(tensor.shape)} in place that is none "
-            f"of its arguments, parameters and buffers. Blocks run as one loop, which would not "
-            f"change it. Return what it is computed from, or do not scan these blocks"
-        )
-    return None
 
 
 def _specs_of(template: Template) -> list[list[TensorSpec]]:

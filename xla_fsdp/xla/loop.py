@@ -23,7 +23,7 @@ from torch import Tensor
 from xla_fsdp.distributed.tracebacks import forget_locals
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.graph import has_metadata, without_metadata
-from xla_fsdp.xla.lost import TracedTensors
+from xla_fsdp.xla.lost import ChangedOutsideError, TracedTensors
 
 T = TypeVar("T")
 
@@ -82,12 +82,16 @@ def trace_body(
 
     Raises:
         ChangedInPlaceError: if it changes an input in place.
+        ChangedOutsideError: if it changes another tensor in place, which gets its values back.
     """
     made = TracedTensors()
     # A caller's hooks, such as those of a checkpointed forward around, see no tensors of a trace.
-    own_hooks = torch.autograd.graph.saved_tensors_hooks(made.save, _unchanged)
+    own_hooks = torch.autograd.graph.saved_tensors_hooks(made.save, made.unpack)
     with made, own_hooks, _without_cached_casts():
-        return _traced(function, inputs, name)
+        body = _traced(function, inputs, name)
+    if made.changed:
+        raise ChangedOutsideError(made.changed[0])
+    return body
 
 
 def _traced(
@@ -121,10 +125,6 @@ def _traced(
             captured,
             tuple(TensorSpec.of(each) for each in results),
         )
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def cast_in_loop(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,8 +6,8 @@ What torch_xla has in place of their values is nothing that a program can read: 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch_xla
@@ -59,70 +59,163 @@ class TensorOfTrace(LostTensor):
     )
 
 
+class ChangedOutsideError(ValueError, RuntimeError):
+    """A traced function changed a tensor in place that is none of its inputs."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(
+            f"a block that runs in a loop changes a tensor of shape {list(tensor.shape)} in place "
+            f"that is none of its arguments, parameters and buffers, in its forward or backward. "
+            f"The loop, which is traced once, would not change it. Return what it is computed "
+            f"from, or do not scan these blocks"
+        )
+
+
+class _Outside(NamedTuple):
+    """A tensor of the device that was there before a trace."""
+
+    tensor: Tensor
+    version: int
+    values: Tensor  # a copy
+
+    def was_changed(self) -> bool:
+        return self.tensor._version != self.version or _depends_on_placeholders(self.tensor)
+
+
 class TracedTensors(TorchFunctionMode):
-    """The tensors of the device that Python code sees in a trace: what functions take and return,
-    what autograd saves, and the gradients of all these.
+    """Lets nothing depend on placeholders once a trace has ended.
 
     A sync computes all live tensors of its device, whoever holds them: a frame of an error's
     traceback, a logger, a debugger, a dict of the user. What the trace has made from placeholders,
-    and is alive when it ends, becomes a ``TensorOfTrace``. One is not seen: that a backward takes
-    from ``ctx.saved_tensors`` and keeps, and calls no function with.
+    and is alive when it ends, becomes a ``TensorOfTrace``; what was there before, and was changed
+    in place, gets its values back.
+
+    Python gets tensors from functions, from nodes of autograd's graph and from what these saved, so
+    all three are looked at: functions by the mode, nodes by hooks, which are there before Python
+    code sees the node, and what was saved by ``save`` and ``unpack``.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.changed: list[Tensor] = []  # from outside; once the trace has ended
         self._first = _number(xb.create_placeholder_tensor((), torch.float32))
         # By id. Kept until the trace ends: autograd's threads drop others while they are looked at.
         self._made: dict[int, Tensor] = {}
-        self._others: dict[int, Tensor] = {}
+        self._unpacked: list[Tensor] = []
+        self._outside: dict[int, _Outside] = {}
+        self._nodes: set[Any] = set()
         self._hooked: set[int] = set()
+        self._hooks: list[Any] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self._add(*tensors_in((args, kwargs)))
+        self._add(tensors_in((args, kwargs)))
         result = func(*args, **(kwargs or {}))
-        self._add(*tensors_in(result))
+        self._add(tensors_in(result))
         return result
 
     def save(self, tensor: Tensor) -> Tensor:
         """Return what autograd is to save in place of ``tensor``."""
         saved = tensor.detach()
-        self._add(saved)
+        self._add([saved])
         return saved
 
-    def _add(self, *tensors: Tensor) -> None:
+    def unpack(self, saved: Tensor) -> Tensor:
+        """Return what autograd is to hand out, of which it makes an alias that nobody can list."""
+        own = _with_memory_of_its_own(saved)
+        self._unpacked.append(own)
+        return own
+
+    def _add(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             key = id(tensor)
-            if key not in self._made and not _is_since(tensor, self._first):
-                self._others[key] = tensor
-            if key in self._others:  # also if it has been changed in place
+            if key in self._outside:  # also if it has been changed in place
                 continue
-            self._made[key] = tensor
-            if tensor.requires_grad and key not in self._hooked:
-                self._hooked.add(key)
-                with torch._C.DisableTorchFunction():
-                    tensor.register_hook(self._see_gradient)
+            if key in self._made or _is_since(tensor, self._first):
+                self._made[key] = tensor
+                self._hook(tensor)
+            else:
+                self._add_outside(tensor)
 
-    def _see_gradient(self, grad: Tensor) -> None:
-        self._add(grad)
+    def _add_outside(self, tensor: Tensor) -> None:
+        for each in (tensor, tensor._base):
+            if each is not None and id(each) not in self._outside and _can_be_changed(each):
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    values = each.detach().clone()
+                self._outside[id(each)] = _Outside(each, each._version, values)
+
+    def _hook(self, tensor: Tensor) -> None:
+        if not tensor.requires_grad or id(tensor) in self._hooked:
+            return
+        self._hooked.add(id(tensor))
+        with torch._C.DisableTorchFunction():
+            self._hooks.append(tensor.register_hook(self._see))
+            waiting = [tensor.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in self._nodes:
+                continue
+            self._nodes.add(node)
+            self._hooks += [node.register_prehook(self._see), node.register_hook(self._see)]
+            waiting += [following for following, _ in node.next_functions]
+
+    def _see(self, *grads: Any) -> None:
+        """Look at gradients, and at what is computed from here on in this thread of autograd."""
+        self._add(tensors_in(grads))
         if self not in overrides._get_current_function_mode_stack():
-            overrides._push_mode(self)  # until the node that takes the gradient has run
+            overrides._push_mode(self)  # until the node that takes the gradients has run
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
+        for hook in self._hooks:
+            hook.remove()
+        self.changed = _restore(self._outside.values())
+        _lose_aliases(self._unpacked)
         alive = list(map(weakref.ref, self._made.values()))
-        self._made, self._others = {}, {}
+        self._made, self._outside = {}, {}
+        self._nodes, self._hooks, self._unpacked = set(), [], []
         if any(each() is not None for each in alive):
             held = ops.let_backward_end()
             _lose_traced([each for each in map(ops.referent, alive) if each is not None])
             del held
 
 
+def _can_be_changed(tensor: Tensor) -> bool:
+    on_device = type(tensor) in (Tensor, Parameter) and tensor.device.type == "xla"
+    return on_device and not tensor.is_inference()
+
+
+def _restore(outside: Iterable[_Outside]) -> list[Tensor]:
+    """Give those that were changed in place their values back, and return them."""
+    changed = [each for each in outside if each.was_changed()]
+    with torch.no_grad():
+        for each in changed:
+            each.tensor.copy_(each.values)
+    return [each.tensor for each in changed]
+
+
+def _with_memory_of_its_own(tensor: Tensor) -> Tensor:
+    """Return the value of ``tensor`` without the tensor that it is a view of."""
+    with torch._C.DisableTorchFunction():
+        if not torch._is_functional_tensor(tensor):  # made under a dispatch mode
+            return tensor.detach()
+        torch._sync(tensor)
+        return torch._to_functional_tensor(torch._from_functional_tensor(tensor))
+
+
+def _lose_aliases(tensors: Iterable[Tensor]) -> None:
+    """Let all that share the memories of these depend on no placeholders."""
+    with torch._C.DisableTorchFunction():
+        for tensor in filter(_depends_on_placeholders, tensors):
+            dummy = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+            torch_xla._XLAC._replace_xla_tensor(tensor, dummy)
+
+
 def _lose_traced(tensors: Sequence[Tensor]) -> None:
     """Let those that depend on placeholders, and their gradients, be a ``TensorOfTrace`` each."""
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor in tensors:
+        for tensor in reversed(tensors):  # views before what they are views of, which they hold
             grad = tensor.grad if tensor.is_leaf else None
             for each in (tensor,) if grad is None else (tensor, grad):
                 if _depends_on_placeholders(each):
@@ -132,45 +225,6 @@ def _lose_traced(tensors: Sequence[Tensor]) -> None:
 def _number(tensor: Tensor) -> int:
     """Return a number that grows with each tensor that torch_xla makes."""
     return int(torch_xla._XLAC._xla_get_tensor_id(tensor))
-
-
-class OutsideTensors(TorchFunctionMode):
-    """The tensors of the device that functions are called with inside, and that were there before.
-
-    One that a trace changes in place would be computed from placeholders by the next sync.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._first = _number(xb.create_placeholder_tensor((), torch.float32))
-        self._seen: dict[int, tuple[Tensor, int, Tensor]] = {}  # with versions and values
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for tensor in tensors_in((args, kwargs)):
-            for each in (tensor, tensor._base):
-                if each is not None and id(each) not in self._seen and self._is_outside(each):
-                    with torch.no_grad():
-                        self._seen[id(each)] = each, each._version, each.detach().clone()
-        return func(*args, **(kwargs or {}))
-
-    def _is_outside(self, tensor: Tensor) -> bool:
-        on_device = type(tensor) in (Tensor, Parameter) and tensor.device.type == "xla"
-        return on_device and not tensor.is_inference() and _number(tensor) < self._first
-
-    def restore(self) -> list[Tensor]:
-        """Give those that were changed in place their values back, and return them."""
-        changed = [
-            (tensor, value)
-            for tensor, version, value in self._seen.values()
-            if tensor._version != version or _depends_on_placeholders(tensor)
-        ]
-        self._seen = {}
-        with torch.no_grad():
-            for tensor, value in changed:
-                tensor.copy_(value)
-        return [tensor for tensor, _ in changed]
 
 
 def _is_since(tensor: Tensor, first: int) -> bool:
@@ -187,5 +241,10 @@ def _depends_on_placeholders(tensor: Tensor) -> bool:
 
 def _lose(tensor: Tensor) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        ops.let_go(tensor, xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype))
+        dummy = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+        if tensor._use_count() == 1:  # type: ignore[attr-defined]  # only Python holds it
+            # A view holds what it was made from, and so on, which Python may never have seen.
+            torch._C._swap_tensor_impl(tensor, dummy)
+        else:
+            ops.let_go(tensor, dummy)
     tensor.__class__ = TensorOfTrace

@@ -1,9 +1,12 @@
-"""Unsharded weights with which some functions of torch are computed another way."""
+"""Unsharded weights with which some functions of torch are computed another way, and whether they
+are: ``with_whole_weights`` keeps all of them whole."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
@@ -68,3 +71,22 @@ def compute_by(weight: Tensor, function: Any, compute: Callable[..., Tensor]) ->
     marked: Any = weight
     marked.__class__ = ForwardWeight
     marked._computed_by = {**known, function: compute}
+
+
+_whole: ContextVar[bool] = ContextVar("_whole", default=False)
+"""Whether no weight is used in pieces, for ``with_whole_weights``."""
+
+
+def weights_are_whole() -> bool:
+    """Return whether ``with_whole_weights`` is in force."""
+    return _whole.get()
+
+
+@contextmanager
+def with_whole_weights() -> Iterator[None]:
+    """Compute with whole weights inside, whose products can be counted: those in a loop cannot."""
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)

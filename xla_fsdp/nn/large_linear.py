@@ -13,9 +13,7 @@ expects, backward computes the whole one from the whole weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +28,7 @@ from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import in_forward
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.chunked.chunks import TILE, Chunks
-from xla_fsdp.nn.forward_weight import compute_by
+from xla_fsdp.nn.forward_weight import compute_by, weights_are_whole
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import Loop, LoopCache, TensorSpec, read_slice, trace_body, write_slice
 
@@ -39,9 +37,6 @@ LEAST_BYTES = 2**25
 
 PIECE_BYTES = 2**23
 """Approximate size of a piece, gathered."""
-
-_whole: ContextVar[bool] = ContextVar("_whole", default=False)
-"""Whether no weight is used in pieces, for ``with_whole_weights``."""
 
 
 def large_weights(group: FSDPParamGroup) -> dict[int, int]:
@@ -70,21 +65,6 @@ def compute_in_pieces(unit: FSDPState, call: ForwardCall, saved: SavedParams) ->
     if of_root and gathers and settings.reshard_after_forward and not settings.keeps_larger:
         for original, number in large_weights(unit.group).items():
             LinearInPieces(call, saved, original, number, unit.loops).mark()
-
-
-def weights_are_whole() -> bool:
-    """Return whether ``with_whole_weights`` is in force."""
-    return _whole.get()
-
-
-@contextmanager
-def with_whole_weights() -> Iterator[None]:
-    """Compute with whole weights inside, whose products can be counted: those in a loop cannot."""
-    token = _whole.set(True)
-    try:
-        yield
-    finally:
-        _whole.reset(token)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from threading import Lock
 from typing import Any
 
@@ -68,12 +68,11 @@ def make_state_of(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
     _fill(optimizer, [param for param in _missing(optimizer) if id(param) in wanted])
 
 
-def _missing(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters on an XLA device without state."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.device.type == "xla" and not optimizer.state.get(param):
-                yield param
+def _missing(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters on an XLA device without state."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    with torch._C.DisableTorchFunctionSubclass():  # no need to ask whether shards may be read
+        return [p for p in params if p.device.type == "xla" and not optimizer.state.get(p)]
 
 
 def _fill(optimizer: Optimizer, params: list[Tensor]) -> None:

@@ -74,7 +74,7 @@ class AllGather:
                 XLA from reusing the packed copies, which take as much memory as all shards.
         """
         with torch.no_grad():
-            shards = [ops.viewable(param.shard) for param in self._params]
+            shards = [*map(ops.viewable, [param.shard for param in self._params])]
             buckets = self._buckets_of(shards)
             if again:
                 first = [each for each in before if each.is_floating_point()][:1]

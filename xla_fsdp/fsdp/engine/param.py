@@ -222,18 +222,18 @@ class FSDPParam:
         train the new one."""
         if self._unsharded:
             return
-        expected = [(owner, self.slots.held_by(owner)) for owner in self.owners]
-        if self._home is not None:
-            expected = [(ModuleAttr(self._home, self.key), self.leaf)]
-        for owner, tensor in expected:
-            if not owner.holds(tensor):
-                raise ValueError(
-                    f"{self.key} was replaced after wrapping (by load_state_dict(assign=True), by "
-                    f"moving the module to another device, by tying weights, or by "
-                    f"torch.func.functional_call). FSDP trains the shard that it made. Load "
-                    f"without assign, leave the module on its device, tie weights before wrapping, "
-                    f"and differentiate with respect to parameters by torch.autograd.grad."
-                )
+        if self._home is None:
+            as_expected = all(map(self.slots.is_held_by, self.owners))
+        else:
+            as_expected = ModuleAttr(self._home, self.key).holds(self.leaf)
+        if not as_expected:
+            raise ValueError(
+                f"{self.key} was replaced after wrapping (by load_state_dict(assign=True), by "
+                f"moving the module to another device, by tying weights, or by "
+                f"torch.func.functional_call). FSDP trains the shard that it made. Load "
+                f"without assign, leave the module on its device, tie weights before wrapping, "
+                f"and differentiate with respect to parameters by torch.autograd.grad."
+            )
 
 
 _param_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -47,6 +47,7 @@ class ReduceScatter:
 
     Attributes:
         dtype: in which gradients are summed; None for their own.
+        alone: the parameters whose gradients have a bucket of their own, by original.
         predivide: divisor before the sum.
         postdivide: divisor after the sum.
         comm_hook: averages in place of the reduce-scatter and the divisions.
@@ -75,6 +76,11 @@ class ReduceScatter:
         # For each parameter, the numbers of its originals among all of the unit.
         bounds = accumulate((len(param.originals) for param in self._params), initial=0)
         self._originals = dict(enumerate(range(start, end) for start, end in pairwise(bounds)))
+        self.alone = {
+            numbers[0]: at
+            for at, numbers in self._originals.items()
+            if len(numbers) == 1 and len(self._params[at].packing.sent_shape) > 1
+        }
         self._buckets: dict[tuple[tuple[int, torch.dtype], ...], tuple[Bucket, ...]] = {}
 
     @property
@@ -126,13 +132,10 @@ class ReduceScatter:
         buckets = self._buckets_of(packed)
         return {each: self._scatter(each, packed, by, self._params) for each in buckets}
 
-    def scatter_alone(self, number: int, grad: Tensor, by: Collectives) -> ReducedBuckets | None:
-        """Reduce-scatter the gradient of original parameter ``number`` by these collectives; return
-        None if it would share a bucket with others."""
-        at = next(at for at, originals in self._originals.items() if number in originals)
-        if len(self._originals[at]) != 1 or len(self._params[at].packing.sent_shape) < 2:
-            return None
-        return self.scatter({number: grad}, [at], by)
+    def scatter_alone(self, number: int, grad: Tensor, by: Collectives) -> ReducedBuckets:
+        """Reduce-scatter the gradient of original parameter ``number``, one of ``alone``, by these
+        collectives."""
+        return self.scatter({number: grad}, [self.alone[number]], by)
 
     def as_bucket(self, at: int, total: Tensor) -> ReducedBuckets:
         """Return the result of ``scatter`` for parameter ``at``, reduced elsewhere, [rows, width],
@@ -216,7 +219,7 @@ class ReduceScatter:
         if self.comm_hook is not None:
             return total
         # Divide in the wider dtype: a sum of fp32 gradients may be too large for fp16.
-        dtypes = {total.dtype, *(self._params[at].leaf.dtype for at in numbers)}
+        dtypes = {total.dtype, *(self._params[at].slots.shard.dtype for at in numbers)}
         return total.to(_widest(frozenset(dtypes))) / self.postdivide
 
     def _finish_hooked(
@@ -296,4 +299,4 @@ def _numbers(reduced: ReducedBuckets) -> set[int]:
 
 
 def _as_grad(mean: Tensor, param: FSDPParam, *length: int) -> Tensor:
-    return param.as_shard(mean.to(param.leaf.dtype), *length)
+    return param.as_shard(mean.to(param.slots.shard.dtype), *length)

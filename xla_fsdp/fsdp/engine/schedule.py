@@ -267,9 +267,9 @@ class Schedule:
         if self._holding.get(unit) == -1:
             del self._holding[unit]
 
-    def holds_for_this_pass(self, unit: Unit) -> bool:
-        """Return whether the current backward pass has gathered the parameters of ``unit``."""
-        return self._holding.get(unit) == current_pass()
+    def end_hold(self, unit: Unit) -> bool:
+        """Undo ``hold_for_pass``; return whether the current pass had called that."""
+        return self._holding.get(unit) == current_pass() and self._holding.pop(unit) is not None
 
     def end_forward(self, *, of_root: bool) -> None:
         """Clean up when the forward of a unit, or a loop in its place, has returned."""

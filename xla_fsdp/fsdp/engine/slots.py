@@ -153,20 +153,24 @@ class ParamSlots:
                 break
         self.refresh(owner)
 
-    def held_by(self, owner: ModuleAttr) -> Tensor | None:
+    def is_held_by(self, owner: ModuleAttr) -> bool:
+        """Return whether ``owner`` holds what it should."""
+        return owner.holds(self._held_by(owner))
+
+    def refresh(self, owner: ModuleAttr) -> None:
+        """Set the attribute of ``owner`` to what it should hold, or remove it."""
+        tensor = self._held_by(owner)
+        if tensor is None:
+            owner.remove()
+        else:
+            owner.point_at(tensor)
+
+    def _held_by(self, owner: ModuleAttr) -> Tensor | None:
         """Return the tensor that ``owner`` should hold; None if it should have no attribute."""
         for shown, tensor in reversed(self._shown):
             if shown == owner:
                 return tensor
         return self.shard if self._registered else None
-
-    def refresh(self, owner: ModuleAttr) -> None:
-        """Set or remove the attribute of ``owner`` as ``held_by`` says."""
-        tensor = self.held_by(owner)
-        if tensor is None:
-            owner.remove()
-        else:
-            owner.point_at(tensor)
 
 
 def name_in_state_dicts(owner: ModuleAttr, shape: torch.Size, dtype: torch.dtype) -> None:

@@ -536,7 +536,8 @@ class FSDPState:
         unsharded, larger = self._unshard_for_forward(before)
         unsharded = connect(call, unsharded)
         if self.settings.is_root:
-            unsharded = [reduce_early(call, at, each) for at, each in enumerate(unsharded)]
+            for number in self.group.reduction.alone:
+                unsharded[number] = reduce_early(call, number, unsharded[number])
         saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
         self._on(Event.FORWARD, unsharded, call.versions)
         for begin in self.at_forward:
@@ -553,7 +554,6 @@ class FSDPState:
             return group.copies(), []
         if found := group.take_prefetched():
             return found.params, found.post_forward_shards
-        self.reshard()
         ordered = not again and self.config.optimization_barrier_in_forward
         queue = queue_around() if ordered else None
         gathered = group.unshard(before, again=again, to_post_forward_shards=larger, queue=queue)
@@ -660,13 +660,11 @@ class FSDPState:
 
     def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None:
         """Reduce the gradient of original parameter ``number`` before those of the others, and
-        return None; return ``grad`` if that would need one more collective."""
+        return None; return ``grad`` if more is needed for it, such as later passes."""
         if not self.reduces_plainly:
             return grad
         by = self.schedule.collectives_for(self.group.collectives, of_root=True)
         found = self.group.reduction.scatter_alone(number, grad, by)
-        if found is None:
-            return grad
         call.add_reduced_early(found)
         self.schedule.finish_first(found.values(), by)
         return None
@@ -731,7 +729,7 @@ class FSDPState:
     def post_backward(self, call: ForwardCall) -> None:
         """Free the parameters, as all gradients of ``call`` are computed."""
         # Not in the inner pass of a reentrant checkpoint: the outer pass still needs them.
-        if call.recomputed or self.schedule.holds_for_this_pass(self):
+        if self.schedule.end_hold(self) or call.recomputed:
             self._end_backward()
 
     def reduce_unreduced(self) -> None:

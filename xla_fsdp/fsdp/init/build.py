@@ -120,7 +120,8 @@ def build_unit(
     group = FSDPParamGroup(params, shards, config, communication.replicas, smaller)
     roots = managed.roots
     unit = FSDPState(group, config, device, len(roots))
-    group.at_unshard.append(sum_small_in_float32)
+    if any(isinstance(each, nn.Embedding) for root in roots for each in root.modules()):
+        group.at_unshard.append(sum_small_in_float32)
     unit.at_forward.append(compute_in_pieces)
     # Set by chunked heads and embeddings; a unit of several modules cannot run in chunks.
     override = getattr(roots[0], "_fsdp_forward_override", None) if len(roots) == 1 else None

@@ -31,7 +31,7 @@ from xla_fsdp.nn.chunked.hooks import (
     start_backward,
 )
 from xla_fsdp.nn.chunked.weights import BIAS, WEIGHT, ChunkedWeights
-from xla_fsdp.nn.large_linear import weights_are_whole
+from xla_fsdp.nn.forward_weight import weights_are_whole
 from xla_fsdp.xla.loop import LoopCache, TensorSpec
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -30,7 +30,7 @@ from xla_fsdp.fsdp.engine.schedule import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.unit_names import label_of, units_named
 from xla_fsdp.nn.attention import splash
-from xla_fsdp.nn.large_linear import with_whole_weights
+from xla_fsdp.nn.forward_weight import with_whole_weights
 from xla_fsdp.preflight.read.hlo import Module
 from xla_fsdp.preflight.read.traffic import KINDS
 from xla_fsdp.preflight.trace.program import (

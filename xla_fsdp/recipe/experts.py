@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+import xla_fsdp.xla.histc  # noqa: F401
+
 from xla_fsdp.nn.experts.api import grouped_linear
 from xla_fsdp.nn.experts.routes import Routes
 

@@ -47,7 +47,10 @@ KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     # Weights are transposed and have biases.
     "gpt_oss": ("GptOss", {**OSS, "num_hidden_layers": 4, "sliding_window": 4}),
-    "gpt_oss_alike": ("GptOss", {**OSS, "layer_types": ["full_attention"] * 3}),
+    "gpt_oss_alike": (
+        "GptOss",
+        {**OSS, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+    ),
     "granite_moe": ("GraniteMoe", {"num_local_experts": 6}),
 }
 

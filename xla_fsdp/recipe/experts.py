@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 import xla_fsdp.xla.histc  # noqa: F401
-
 from xla_fsdp.nn.experts.api import grouped_linear
 from xla_fsdp.nn.experts.routes import Routes
 

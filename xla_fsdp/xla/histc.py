@@ -1,5 +1,5 @@
-"""``torch.histc`` on XLA, where torch_xla hands it to the host: so transformers counts the tokens of
-each expert, for the losses that balance them. Importing this registers it."""
+"""``torch.histc`` on XLA, where torch_xla hands it to the host: so transformers counts the tokens
+of each expert, for the losses that balance them. Importing this registers it."""
 
 from __future__ import annotations
 

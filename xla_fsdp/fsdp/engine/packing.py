@@ -26,8 +26,8 @@ class ShardPacking:
 
     Attributes:
         row_shape: shape of a single original without ``dim``.
-        row_numel: the number of elements of a row, of which shards consist: a slice of ``dim``, or
-            of the first dims of a stack of matrices; 0 if the original has no dims.
+        row_numel: the number of elements of a row, of which shards consist: of a slice of ``dim``,
+            or for a stack of matrices of a row of these; 0 if the original has no dims.
         sent_shape: shape in which a shard is sent: [rows, width], or flat [n].
     """
 
@@ -105,9 +105,11 @@ class ShardPacking:
         slice_numel = self.row_shape.numel()
         if self.dim or len(self.shapes) > 1:
             return slice_numel
-        whole_lanes = (each for each in row_numels(self.shapes[0]) if each and each % LANES == 0)
-        fitting = (each for each in whole_lanes if self.layout.shard_numel % each == 0)
-        return next(fitting, slice_numel)
+        lengths = row_numels(self.shapes[0])
+        if not lengths or not lengths[-1] or lengths[-1] % LANES:
+            return slice_numel
+        tiled = (each for each in lengths if self.layout.shard_numel % (each * ROWS) == 0)
+        return next(tiled, slice_numel)
 
     def _without_padding(self, gathered: Tensor) -> Tensor:
         if not self._padding:

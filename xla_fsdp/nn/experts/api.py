@@ -76,7 +76,9 @@ class _Product(torch.autograd.Function):
         rows, weight, sizes = ctx.saved_tensors
         of_rows = of_weight = None
         if ctx.needs_input_grad[3]:
-            of_rows = ctx.implementation.multiply(grad, weight, sizes, not ctx.transposed, ctx.whole)
+            of_rows = ctx.implementation.multiply(
+                grad, weight, sizes, not ctx.transposed, ctx.whole
+            )
         if ctx.needs_input_grad[4]:
             pair = (grad, rows) if ctx.transposed else (rows, grad)
             of_weight = ctx.implementation.outer(*pair, sizes)

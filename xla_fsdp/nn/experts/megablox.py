@@ -66,17 +66,18 @@ COUNTED = Implementation(
 def height_of(num_rows: int, num_experts: int) -> int:
     """Return the rows of a tile: the most of ``HEIGHTS`` with which at most ``MOST_TWICE`` of the
     rows are computed again."""
-    most = MOST_TWICE * num_rows / max(1, num_experts - 1)
-    return next((each for each in HEIGHTS if each <= most), HEIGHTS[-1])
+    most = MOST_TWICE * num_rows
+    fitting = (each for each in HEIGHTS if (num_experts - 1) * each <= most)
+    return next(fitting, HEIGHTS[-1])
 
 
 def width_of(size: int, most: int) -> int:
     """Return the width of a tile, at most ``most``: all of ``size``, or else the widest of whole
-    lanes by which ``size`` is padded by less than a sixteenth; ``LANES`` if none does."""
+    lanes by which ``size`` is padded by less than an eighth; ``LANES`` if none does."""
     if size <= most:
         return size
     candidates = range(most // LANES * LANES, 0, -LANES)
-    return next((each for each in candidates if -size % each * 16 < size), LANES)
+    return next((each for each in candidates if -size % each * 8 < size), LANES)
 
 
 # ---------------------------------------------------------------- in JAX

@@ -16,7 +16,8 @@ ONCE = "routes of tokens to experts save no graph of their backward; use experts
 class Routes(NamedTuple):
     """Pairs of a token and one of its experts, as rows sorted by expert.
 
-    Pairs are counted token by token. Pairs without an expert are the last rows.
+    Pairs are counted by choice, the first ones of all tokens before the second ones: so a TPU adds
+    up a token's rows along a dim that is not tiled. Pairs without an expert are the last rows.
     """
 
     order: Tensor  # [rows] int32, the pair of each row
@@ -32,21 +33,21 @@ class Routes(NamedTuple):
         Args:
             experts: numbers from 0.
             num_experts: of which no other has rows.
-            capacity: how many times its even share of the pairs an expert takes at most: of the
-                others, which come later, it computes none. None for no limit.
+            capacity: how many times its even share of the pairs an expert takes at most, first
+                choices first, then earlier tokens first. None for no limit.
         """
         if capacity is None:
             return cls._sorted(experts, num_experts, None)
         limit = math.ceil(capacity * experts.numel() / num_experts)
         first = cls._sorted(experts, num_experts, None)
         starts = first.sizes.cumsum(0, dtype=torch.int32) - first.sizes
-        before = starts.index_select(0, experts.reshape(-1))
-        kept = (first.places - before < limit).view_as(experts)
+        before = starts.index_select(0, experts.t().reshape(-1))
+        kept = (first.places - before < limit).unflatten(0, (experts.shape[1], -1)).t()
         return cls._sorted(torch.where(kept, experts, num_experts), num_experts, kept)
 
     @classmethod
     def _sorted(cls, experts: Tensor, num_experts: int, kept: Tensor | None) -> Routes:
-        numbers = experts.reshape(-1).to(torch.int32)
+        numbers = experts.t().reshape(-1).to(torch.int32)
         order = torch.argsort(numbers, stable=True).to(torch.int32)
         places = torch.argsort(order).to(torch.int32)
         each = torch.arange(num_experts, dtype=torch.int32, device=numbers.device)
@@ -70,8 +71,8 @@ class Routes(NamedTuple):
         """
         if self.kept is not None:
             weights = torch.where(self.kept, weights, 0.0)
-        pairs = _Taken.apply(rows, self.places, self.order, 1).unflatten(0, (-1, self.choices))
-        return (pairs * weights.unsqueeze(-1)).sum(1)
+        pairs = _Taken.apply(rows, self.places, self.order, 1).unflatten(0, (self.choices, -1))
+        return (pairs * weights.t().unsqueeze(-1)).sum(0)
 
     def rows_of_experts(self, values: Tensor) -> Tensor:
         """Return for each row what its expert has: [rows, width] out of [experts, width]."""
@@ -85,15 +86,14 @@ class Routes(NamedTuple):
 class _Taken(torch.autograd.Function):
     """Rows of a tensor of which each is taken ``copies`` times.
 
-    Row i is copy ``index[i] % copies`` of ``index[i] // copies``; ``inverse`` is the inverse
+    Row i is row ``index[i]`` of the copies, one after the other; ``inverse`` is the inverse
     permutation, by which backward takes rows of the gradient, where autograd's own adds them up one
     after the other.
     """
 
     @staticmethod
     def forward(rows: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        at = index if copies == 1 else torch.div(index, copies, rounding_mode="floor")
-        return rows.index_select(0, at)
+        return rows.index_select(0, index if copies == 1 else index % len(rows))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -107,5 +107,5 @@ class _Taken(torch.autograd.Function):
         taken = grad.index_select(0, inverse)
         if ctx.copies > 1:
             wide = torch.promote_types(grad.dtype, torch.float32)
-            taken = taken.unflatten(0, (-1, ctx.copies)).sum(1, dtype=wide).to(grad.dtype)
+            taken = taken.unflatten(0, (ctx.copies, -1)).sum(0, dtype=wide).to(grad.dtype)
         return taken, None, None, None

@@ -22,25 +22,51 @@ LARGE = 2 * ROWS * LANES
 """Elements from which on a shard may be sent as a matrix of whole tiles; smaller ones are flat."""
 
 
+MOST_PADDING = 1 / 8
+"""Share by which padding to whole rows may enlarge a parameter."""
+
+
 def shard_multiple(shape: Sequence[int], num_shards: int) -> int:
     """Return the number of elements to whose multiple each shard of a parameter is padded.
 
     It is ``LANES``, or for a large matrix whose shards would end within a row, ``ROWS`` whole rows,
-    unless that makes the matrix more than an eighth larger. Then its gathered shards need no new
-    layout, which for the 50 million elements of a vocabulary took the TPU compiler over 400 s.
+    unless that makes the matrix more than ``MOST_PADDING`` larger. Then its gathered shards need no
+    new layout, which for the 50 million elements of a vocabulary took the TPU compiler over 400 s.
+    A stack of matrices, as experts have, is taken for one with all of their rows if its own are too
+    few.
 
     Args:
         shape: shape of the unsharded parameter.
         num_shards: number of ranks that share it.
     """
-    numel, width = math.prod(shape), math.prod(shape[1:]) if len(shape) > 1 else 0
-    if not width or width % LANES:
-        return LANES
+    numel = math.prod(shape)
     vector = ShardLayout((numel,), num_shards)
-    rows = ShardLayout((numel,), num_shards, width * ROWS)
-    if vector.shard_numel % (width * ROWS) == 0 or rows.shard_numel < LARGE:
-        return LANES
-    return width * ROWS if 8 * rows.padded_numel <= 9 * numel else LANES
+    for width in row_numels(shape):
+        if not width or width % LANES:
+            return LANES
+        rows = ShardLayout((numel,), num_shards, width * ROWS)
+        if vector.shard_numel % (width * ROWS) == 0 or rows.shard_numel < LARGE:
+            return LANES
+        if _pads_little(rows):
+            return width * ROWS
+    return LANES
+
+
+def row_numels(shape: Sequence[int]) -> list[int]:
+    """Return how many elements rows have: slices of dim 0, then of the first two dims, ..."""
+    return [math.prod(shape[at:]) for at in range(1, len(shape))]
+
+
+def has_few_rows(shape: Sequence[int], num_shards: int) -> bool:
+    """Return whether a stack of matrices has too few of them for whole ones on each rank, as 8
+    experts on 64 ranks, and rows of whole lanes."""
+    if len(shape) < 3 or not shape[0] or shape[-1] % LANES:
+        return False
+    return not _pads_little(ShardLayout((shape[0],), num_shards, 1))
+
+
+def _pads_little(layout: ShardLayout) -> bool:
+    return layout.padded_numel <= (1 + MOST_PADDING) * layout.numel
 
 
 @dataclass(frozen=True)

@@ -111,9 +111,9 @@ def fully_shard(
     with ops.runtime().keep_host_rng():
         managed = ManagedModules(roots, ignored)
         communication = communicate(managed, config)
-        dims: dict[int, int] = {}  # by id of the parameter
+        params = [param for *_, param in managed.parameters()]
+        dims = dict.fromkeys(map(id, params), 0)  # as torch's, also where it has few rows
         if shard_placement_fn is not None:
-            params = [param for *_, param in managed.parameters()]
             dims = {id(param): _dim(shard_placement_fn(param), param) for param in params}
         with sharding(managed, config, communication):
             states = build_unit(managed, config, communication, dims=dims)

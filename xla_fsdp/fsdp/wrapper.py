@@ -246,7 +246,8 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         sharding_groups: replica groups to shard over (default: one group of all ranks).
         sharding_rank: the caller's position in its group.
         sharding_world_size: the size of a group.
-        shard_param_on_dim_0: shard whole rows of dim 0; shards are then [rows, ...].
+        shard_param_on_dim_0: shard whole rows of dim 0; shards are then [rows, ...]. Stacks of
+            matrices, as experts have, that are too few for the ranks are cut between rows of these.
         pin_layout_in_collective_ops: accepted, and ignored with a warning.
         reduce_scatter_bucket_size_mb: None for one reduce-scatter per unit and dtype, 0 for one
             per parameter, else at most so many MB in one.

@@ -33,6 +33,7 @@ from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.in_backward import step_in_backward
 from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.optim.traits import acts_elementwise, needs_closure, steps_elementwise
+from xla_fsdp.recipe import experts
 from xla_fsdp.recipe.causal_lm import StreamedLoss, causal_lm_in, trace_masks, why_not_streamed
 from xla_fsdp.recipe.options import SWITCHES, Name, Recipe
 from xla_fsdp.recipe.read_units import gather_what_is_read
@@ -613,12 +614,9 @@ def _turn_own_checkpointing_off(model: nn.Module, plan: _Plan) -> None:
 
 
 def _choose_experts(model: nn.Module, plan: _Plan) -> None:
-    """Let mixtures of transformers not group tokens by expert, as they do by default: they count
-    them by ``torch.histc`` of integers, which torch_xla hands to torch, and torch has none."""
     for each in models_of_transformers(model):
-        if getattr(each.config, "_experts_implementation", None) == "grouped_mm":
-            each.set_experts_implementation("batched_mm")
-            plan.do("experts", "batched_mm, as grouped_mm does not run on XLA")
+        if before := experts.choose(each):
+            plan.do("experts", f"grouped products, as {before} reads the device")
 
 
 def _scan(model: nn.Module, plan: _Plan, remat: str | tuple[str, ...]) -> list[BlockScan]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement
-from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
+from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout, row_numels
 from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.xla import ops
 
@@ -26,7 +26,8 @@ class ShardPacking:
 
     Attributes:
         row_shape: shape of a single original without ``dim``.
-        row_numel: its number of elements; 0 if the original has no dims.
+        row_numel: the number of elements of a row, of which shards consist: of a slice of ``dim``,
+            or for a stack of matrices of a row of these; 0 if the original has no dims.
         sent_shape: shape in which a shard is sent: [rows, width], or flat [n].
     """
 
@@ -36,7 +37,7 @@ class ShardPacking:
         self.dim = dim
         first = self.shapes[0]
         self.row_shape = torch.Size([*first[:dim], *first[dim + 1 :]])
-        self.row_numel = self.row_shape.numel() if first else 0
+        self.row_numel = self._row_numel() if first else 0
         self.sent_shape = self._sent_shape()
         self._numels = [shape.numel() for shape in self.shapes]
         self._starts = list(accumulate(self._numels, initial=0))[:-1]
@@ -99,6 +100,16 @@ class ShardPacking:
         return ops.shaped(
             padded, (num_shards * sent[0], sent[1]) if by_rows else (num_shards, *sent)
         )
+
+    def _row_numel(self) -> int:
+        slice_numel = self.row_shape.numel()
+        if self.dim or len(self.shapes) > 1:
+            return slice_numel
+        lengths = row_numels(self.shapes[0])
+        if not lengths or not lengths[-1] or lengths[-1] % LANES:
+            return slice_numel
+        tiled = (each for each in lengths if self.layout.shard_numel % (each * ROWS) == 0)
+        return next(tiled, slice_numel)
 
     def _without_padding(self, gathered: Tensor) -> Tensor:
         if not self._padding:

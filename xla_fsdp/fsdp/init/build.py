@@ -27,7 +27,13 @@ from xla_fsdp.distributed.collectives import (
 from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.distributed.pytree import map_tensors
-from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, join_name, shard_multiple
+from xla_fsdp.distributed.shard_layout import (
+    LANES,
+    ShardLayout,
+    has_few_rows,
+    join_name,
+    shard_multiple,
+)
 from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
 from xla_fsdp.fsdp.engine.module_state import ModuleState
@@ -98,7 +104,8 @@ def build_unit(
         config: the unit's options.
         communication: collectives among the ranks that share the parameters.
         origins: the meta tensors, by the id of the parameter made of each.
-        dims: the dim to shard, by the id of a parameter, unless it is 0.
+        dims: the dim to shard, by the id of a parameter; others are sharded along dim 0, unless
+            that has too few rows.
 
     Returns:
         The state to attach to each of the unit's root modules.
@@ -336,10 +343,10 @@ class _Sharder:
     def shard(self, key: str, parts: Sequence[tuple[Tensor, OriginalParam]]) -> FSDPParam:
         """Make one shard of the parameters in ``parts``, joined end to end if there are several."""
         tensors, originals = [tensor for tensor, _ in parts], [original for _, original in parts]
-        dim = self.dims.get(id(tensors[0]), 0)
+        dim = self.dims.get(id(tensors[0]))
         layout, row_shape = self._layout([original.shape for original in originals], dim)
         rank = self.communication.shards.rank
-        shard = make_shard(tensors, layout, rank, self.device, row_shape, dim)
+        shard = make_shard(tensors, layout, rank, self.device, row_shape, dim or 0)
         home = self.home if self.config.flatten_parameters else None
         dtype = self._compute_dtype(originals[0])
         param = FSDPParam(
@@ -349,7 +356,7 @@ class _Sharder:
             layout,
             dtype,
             home,
-            dim=dim,
+            dim=dim or 0,
             everywhere=self.communication.covers_all,
         )
         origins = [self.origins[id(each)] for each in tensors if id(each) in self.origins]
@@ -358,7 +365,8 @@ class _Sharder:
 
     def adopt(self, theirs: FSDPParam, tensor: Tensor, original: OriginalParam) -> FSDPParam:
         """Return a parameter with the shard that another unit has made of the same tensor."""
-        layout, _ = self._layout([original.shape], self.dims.get(id(tensor), theirs.packing.dim))
+        dim = self.dims.get(id(tensor), theirs.packing.dim or None)
+        layout, _ = self._layout([original.shape], dim)
         name = original.names[0]
         if theirs.is_flat or self.config.flatten_parameters:
             raise ValueError(
@@ -378,7 +386,7 @@ class _Sharder:
                 f"is sharded as {theirs.packing.layout}, not {layout}. Give both units the same "
                 f"options"
             )
-        dtype, dim = self._compute_dtype(original), theirs.packing.dim
+        dtype = self._compute_dtype(original)
         return FSDPParam(
             name,
             [original],
@@ -386,7 +394,7 @@ class _Sharder:
             layout,
             dtype,
             slots=theirs.slots,
-            dim=dim,
+            dim=theirs.packing.dim,
             everywhere=self.communication.covers_all,
         )
 
@@ -406,13 +414,18 @@ class _Sharder:
         statistics = _statistics_dtype(original.owners[0].module, self.config)
         return statistics or self.config.compute_dtype
 
-    def _layout(self, shapes: Sequence[torch.Size], dim: int) -> tuple[ShardLayout, Sequence[int]]:
-        """Return the layout of one shard of these originals along ``dim``, and the shape of its
-        rows, or () for a shard [n]."""
+    def _layout(
+        self, shapes: Sequence[torch.Size], asked: int | None
+    ) -> tuple[ShardLayout, Sequence[int]]:
+        """Return the layout of one shard of these originals along the dim that is asked for, and
+        the shape of its rows, or () for a shard [n]."""
         size = (sum(shape.numel() for shape in shapes),)
         num_shards = self.communication.shards.num_shards
         flat = self.config.flatten_parameters
+        dim = asked or 0
         by_rows = self.config.shard_param_on_dim_0 and not flat
+        if asked is None and len(shapes) == 1 and has_few_rows(shapes[0], num_shards):
+            by_rows = False
         row_shape = torch.Size([*shapes[0][:dim], *shapes[0][dim + 1 :]])
         if (by_rows or dim) and len(shapes[0]) > 0 and row_shape.numel() > 0:
             return ShardLayout(size, num_shards, row_shape.numel()), row_shape

@@ -30,6 +30,7 @@ from xla_fsdp.fsdp.engine.schedule import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.unit_names import label_of, units_named
 from xla_fsdp.nn.attention import splash
+from xla_fsdp.nn.experts import megablox
 from xla_fsdp.nn.forward_weight import with_whole_weights
 from xla_fsdp.preflight.read.hlo import Module
 from xla_fsdp.preflight.read.traffic import KINDS
@@ -342,9 +343,11 @@ class _ForwardFlops(FlopCounterMode):
 
 def _count_flops(step: Step) -> int:
     """Return the FLOPs of a step, three times the forward: backward has two products for each."""
-    # Unrolled, and attention without its kernel: products inside of both are not counted.
+    # Unrolled, and attention and experts without their kernels: products in these are not counted.
     attend = mock.patch.object(splash, "SPLASH", splash.COUNTED)
-    with attend, blocks_one_by_one(), with_whole_weights(), _ForwardFlops(display=False) as counter:
+    mix = mock.patch.object(megablox, "MEGABLOX", megablox.COUNTED)
+    counter = _ForwardFlops(display=False)
+    with attend, mix, blocks_one_by_one(), with_whole_weights(), counter:
         step()
     return 3 * counter.get_total_flops()
 

@@ -1,0 +1,85 @@
+"""Grouped products are those of each expert by itself, whatever the routes are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from test.common.compare import assert_close
+from test.common.experts import CASES, by_loop, by_routes
+from xla_fsdp.nn.experts.api import grouped_linear
+from xla_fsdp.nn.experts.routes import Routes
+from xla_fsdp.nn.experts.segments import SEGMENTS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_a_loop_over_experts(name: str) -> None:
+    case = CASES[name]
+    limits: Any = {"atol": 1e-6, "of_largest": 1e-6}
+    if case.dtype is torch.bfloat16:
+        limits = {"atol": 0.05, "of_largest": 0.02}
+    assert_close(by_routes(case), by_loop(case), **limits)
+
+
+def test_an_expert_takes_no_more_than_its_capacity() -> None:
+    experts = torch.tensor([[1, 0], [0, 2], [0, 1], [0, 3], [2, 0]])
+    routes = Routes.of(experts, 4, capacity=1.2)  # 3 of 10 pairs
+    assert routes.kept is not None
+    assert routes.kept.tolist() == [[True, False], *[[True, True]] * 3, [True, False]]
+    assert routes.sizes.tolist() == [3, 2, 2, 1]
+    assert sorted(routes.order[:8].tolist()) == [0, 1, 2, 3, 4, 6, 7, 8]
+
+
+def test_rows_are_sorted_and_equal_ones_stay_in_order() -> None:
+    routes = Routes.of(torch.tensor([[2, 0], [1, 2], [2, 1]]), 4)
+    assert routes.order.tolist() == [3, 1, 5, 0, 2, 4]
+    assert routes.order[routes.places.long()].tolist() == list(range(6))
+    assert routes.sizes.tolist() == [1, 2, 3, 0]
+
+
+def test_rows_of_no_expert_are_zero_whatever_they_hold() -> None:
+    rows = torch.full((5, 3), torch.nan)
+    rows[:2] = 1
+    sizes = torch.tensor([2, 0], dtype=torch.int32)
+    product = SEGMENTS.multiply(rows, torch.ones(2, 3, 4), sizes, False, False)
+    assert product[:2].eq(3).all()
+    assert product[2:].eq(0).all()
+    outer = SEGMENTS.outer(rows, rows, sizes)
+    assert outer[0].eq(2).all()
+    assert outer[1].eq(0).all()
+
+
+def test_autocast_is_that_of_a_linear_layer() -> None:
+    routes = Routes.of(torch.tensor([[0], [1]]), 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = grouped_linear(torch.ones(2, 3), torch.ones(2, 4, 3), routes)
+    assert result.dtype is torch.bfloat16
+
+
+def test_a_second_derivative_is_refused() -> None:
+    routes = Routes.of(torch.tensor([[0], [1]]), 2)
+    rows = torch.ones(2, 3, requires_grad=True)
+    weight = torch.ones(2, 4, 3, requires_grad=True)
+    result = grouped_linear(routes.spread(rows), weight, routes)
+    [grad] = torch.autograd.grad(result.square().sum(), [weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="experts save no graph of their backward"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight", "bias", "message"),
+    [
+        ((4, 3), (2, 5, 4), None, r"rows \[4, 3\] and weight \[2, 5, 4\] do not fit 4 rows of 2"),
+        ((3, 3), (2, 5, 3), None, r"rows \[3, 3\] and weight"),
+        ((4, 3), (3, 5, 3), None, r"weight \[3, 5, 3\] do not fit"),
+        ((4, 3), (5, 3), None, r"weight \[5, 3\] do not fit"),
+        ((4, 3), (2, 5, 3), (5,), r"bias is \[5\], not \[experts, outputs\] = \[2, 5\]"),
+    ],
+)
+def test_shapes_that_do_not_fit(rows: Any, weight: Any, bias: Any, message: str) -> None:
+    routes = Routes.of(torch.tensor([[0, 1], [1, 0]]), 2)
+    given = None if bias is None else torch.zeros(bias)
+    with pytest.raises(ValueError, match=message):
+        grouped_linear(torch.zeros(rows), torch.zeros(weight), routes, given)

@@ -1,0 +1,144 @@
+"""Mixtures of transformers train as with transformers' own eager experts, in every recipe."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import transformers
+from torch import Tensor
+
+from test.common.compare import assert_close
+from test.common.mixtures import (
+    KINDS,
+    STEPS,
+    Mix,
+    Trained,
+    mixture,
+    tokens,
+    train_on_ranks,
+    train_plain,
+)
+from test.common.ranks import cached_outcome
+from test.common.scenarios import make
+from xla_fsdp.integrations.experts import register
+from xla_fsdp.recipe.options import NAMES
+
+pytestmark = pytest.mark.skipif(
+    transformers.__version__ < "5", reason="experts of transformers 4 are modules of their own"
+)
+
+TOLERANCE = 1e-5
+BF16 = {"compute_dtype": "bfloat16"}
+QUICK = (Mix("gpt_oss_alike"),)  # with transposed weights and biases
+SLOW = (
+    *(Mix(model, recipe) for model in KINDS for recipe in NAMES),
+    Mix("qwen2_moe", "fast", {"remat": "none"}),
+    Mix("olmoe", "fast", {"remat": ["mlp"]}),
+    Mix("mixtral", "lean", {"streamed_head": False, "stacked": False}),
+)
+
+
+def name_of(mix: Mix) -> str:
+    return " ".join(
+        [mix.model, mix.recipe, *(f"{key}={each}" for key, each in mix.changes.items())]
+    )
+
+
+BY_NAME = {name_of(each): each for each in SLOW}
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_numbers_are_those_of_eager_experts(model: str) -> None:
+    """Without ranks, in the modules of transformers."""
+    register()
+    own, expected = (one_step(model, experts) for experts in ("xla_fsdp", "eager"))
+    assert_close(own, expected, atol=1e-7, of_largest=TOLERANCE, smallest=0.0)
+
+
+def one_step(model: str, experts: str) -> dict[str, Tensor]:
+    """The loss and all gradients."""
+    plain: Any = make(partial(mixture, model, experts))
+    loss = plain(tokens(0, 0), labels=tokens(0, 0)).loss
+    loss.backward()
+    grads = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+    return {"loss": loss.detach(), **grads}
+
+
+def test_a_capacity_has_a_name_of_its_own() -> None:
+    """Nothing is dropped below it; otherwise later tokens are."""
+    register("xla_fsdp_wide", capacity=6.0)
+    register("xla_fsdp_narrow", capacity=0.5)
+    whole, wide, narrow = (
+        one_step("mixtral", f"xla_fsdp{name}") for name in ("", "_wide", "_narrow")
+    )
+    assert_close(wide, whole, atol=1e-7, of_largest=TOLERANCE, smallest=0.0)
+    assert abs(narrow["loss"] - whole["loss"]) > 1e-3
+
+
+def test_experts_that_transformers_has_cut_are_refused() -> None:
+    plain: Any = make(partial(mixture, "mixtral", "xla_fsdp"))
+    for each in plain.modules():
+        if hasattr(each, "_is_expert_parallel"):
+            each._is_expert_parallel = True
+    with pytest.raises(ValueError, match="MixtralExperts is cut over ranks by transformers' own"):
+        plain(tokens(0, 0))
+
+
+@cached_outcome
+def quick() -> list[list[Trained]]:
+    return train_on_ranks(QUICK, 3)
+
+
+@pytest.mark.parametrize("number", range(len(QUICK)), ids=[name_of(each) for each in QUICK])
+def test_the_leanest_program_trains_as_with_eager_experts(number: int) -> None:
+    check(QUICK[number], quick()[number])
+
+
+@cached_outcome
+def in_full(num_ranks: int) -> dict[str, list[Trained]]:
+    found = train_on_ranks(SLOW, num_ranks, timeout=1700)
+    return dict(zip(BY_NAME, found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_recipe_trains_as_with_eager_experts(name: str, num_ranks: int) -> None:
+    check(BY_NAME[name], in_full(num_ranks)[name])
+
+
+@cached_outcome
+def in_bf16() -> list[list[Trained]]:
+    return train_on_ranks([Mix(model, "lean", BF16) for model in KINDS], 2, timeout=1700)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=KINDS)
+def test_losses_in_bf16_are_near(number: int) -> None:
+    plain, found = train_plain([*KINDS][number], 2), in_bf16()[number][0]
+    assert found.losses == pytest.approx(plain.losses, rel=0.05)
+
+
+def check(mix: Mix, found: list[Trained]) -> None:
+    """Losses, all gradients and the state of three steps are those of the plain model."""
+    plain, first = train_plain(mix.model, len(found)), found[0]
+    lines = "\n".join(first.lines)
+    assert "  experts: grouped products, as eager reads the device" in first.lines, lines
+    assert first.losses == pytest.approx(plain.losses, rel=TOLERANCE), lines
+    for step in range(STEPS):
+        # Of later steps those of other parameters, by rounding, than the plain model has.
+        smallest = 0.3 if step else 0.0
+        limits: Any = {"atol": 1e-6, "of_largest": TOLERANCE, "smallest": smallest}
+        own, expected = first.gradients(step), plain.gradients(step)
+        assert_close(own, expected, what=f"gradient {step}", **limits)
+    assert_close(first.states[-1], plain.states[-1], atol=1e-6, of_largest=TOLERANCE)
+    if mix.recipe != "plain":
+        assert first.replays, lines
+
+
+@pytest.mark.parametrize("capacity", [0, -1.0])
+def test_a_capacity_is_above_zero(capacity: float) -> None:
+    with pytest.raises(ValueError, match=f"capacity is {capacity}; give a number above 0"):
+        register("xla_fsdp_none", capacity=capacity)

@@ -1,0 +1,35 @@
+"""Mixtures of transformers with grouped products, by a name; ``parallelize`` needs no call.
+
+Call ``register()`` once per process and name, in the main thread (before ``launch``, on CPU).
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from xla_fsdp.integrations import UntestedVersionError, require
+from xla_fsdp.recipe import experts
+from xla_fsdp.recipe.experts import NAME
+
+
+def register(name: str = NAME, capacity: float | None = None) -> None:
+    """Let transformers' mixtures take ``experts_implementation=name``.
+
+    Args:
+        name: in transformers; each capacity has one of its own.
+        capacity: how many times its even share of tokens an expert computes at most; tokens beyond,
+            in their order, get nothing from it. None for no limit.
+
+    Raises:
+        UntestedVersionError: for untested versions of transformers.
+        ValueError: if ``capacity`` is not above 0.
+    """
+    require("transformers")
+    if (found := version("transformers")).startswith("4."):
+        raise UntestedVersionError(
+            f'transformers {found} is installed, and experts_implementation="{name}" needs 5 (and '
+            f"Python 3.11); in this one experts are modules of their own, which read the device"
+        )
+    if capacity is not None and not capacity > 0:
+        raise ValueError(f"capacity is {capacity}; give a number above 0, or None for no limit")
+    experts.register(name, capacity)

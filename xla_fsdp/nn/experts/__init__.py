@@ -1,0 +1,1 @@
+"""Products of a mixture's experts: tokens sorted by expert, one grouped product for all."""

@@ -1,0 +1,119 @@
+"""``grouped_linear``: a linear layer whose weight depends on the row."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xla_fsdp.distributed.higher_order import differentiable_once
+from xla_fsdp.nn.experts import megablox
+from xla_fsdp.nn.experts.products import Implementation
+from xla_fsdp.nn.experts.routes import Routes
+from xla_fsdp.nn.experts.segments import SEGMENTS
+from xla_fsdp.xla import ops
+
+
+def grouped_linear(
+    rows: Tensor,
+    weight: Tensor,
+    routes: Routes,
+    bias: Tensor | None = None,
+    *,
+    transposed: bool = True,
+) -> Tensor:
+    """Return each row times the weight of its expert, plus its bias: by JAX's megablox kernels on a
+    TPU and in preflight, by products of segments elsewhere.
+
+    Args:
+        rows: [rows, width], sorted as ``routes.spread`` does.
+        weight: [experts, outputs, width], or [experts, width, outputs] if not ``transposed``.
+        routes: of the rows to the experts.
+        bias: [experts, outputs], or None.
+        transposed: whether weights are those of ``torch.nn.Linear``.
+
+    Returns:
+        [rows, outputs] in the weight's dtype. Rows of no expert are zero.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    rows, weight = _cast(rows, weight)
+    if problem := _problem(rows, weight, routes, bias, transposed):
+        raise ValueError(problem)
+    implementation = _implementation(rows)
+    whole = routes.kept is None
+    result: Tensor = _Product.apply(implementation, transposed, whole, rows, weight, routes.sizes)
+    return result if bias is None else result + routes.rows_of_experts(bias.to(result.dtype))
+
+
+class _Product(torch.autograd.Function):
+    """Map (rows, weight) to the product of each row and the weight of its expert."""
+
+    @staticmethod
+    def forward(
+        implementation: Implementation,
+        transposed: bool,
+        whole: bool,
+        rows: Tensor,
+        weight: Tensor,
+        sizes: Tensor,
+    ) -> Tensor:
+        return implementation.multiply(rows, weight, sizes, transposed, whole)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.implementation, ctx.transposed, ctx.whole, rows, weight, sizes = inputs
+        ctx.save_for_backward(rows, weight, sizes)
+
+    @staticmethod
+    @differentiable_once(
+        "products of experts save no graph of their backward. Use experts of plain torch"
+    )
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, sizes = ctx.saved_tensors
+        of_rows = of_weight = None
+        if ctx.needs_input_grad[3]:
+            of_rows = ctx.implementation.multiply(
+                grad, weight, sizes, not ctx.transposed, ctx.whole
+            )
+        if ctx.needs_input_grad[4]:
+            pair = (grad, rows) if ctx.transposed else (rows, grad)
+            of_weight = ctx.implementation.outer(*pair, sizes)
+        return None, None, None, of_rows, of_weight, None
+
+
+def _implementation(rows: Tensor) -> Implementation:
+    if rows.device.type != "xla" or not ops.runtime().has_kernels():
+        return SEGMENTS
+    if problem := megablox.problem(rows):
+        warnings.warn(f"experts run in segments, without their kernel: {problem}", stacklevel=3)
+        return SEGMENTS
+    return megablox.MEGABLOX
+
+
+def _cast(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast both as autocast does for a linear layer; without it, rows to the weight's dtype."""
+    kind = rows.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        weight = weight.to(torch.get_autocast_dtype(kind))
+    return rows.to(weight.dtype), weight
+
+
+def _problem(
+    rows: Tensor, weight: Tensor, routes: Routes, bias: Tensor | None, transposed: bool
+) -> str | None:
+    experts, pairs = len(routes.sizes), len(routes.order)
+    shape = weight.mT.shape if transposed and weight.dim() == 3 else weight.shape
+    if shape[:-1] != (experts, rows.shape[-1]) or rows.shape[:-1] != (pairs,):
+        layout = "[experts, outputs, width]" if transposed else "[experts, width, outputs]"
+        return (
+            f"rows {list(rows.shape)} and weight {list(weight.shape)} do not fit {pairs} rows of "
+            f"{experts} experts: give rows [{pairs}, width] and a weight {layout}"
+        )
+    outputs = shape[-1]
+    if bias is not None and bias.shape != (experts, outputs):
+        return f"bias is {list(bias.shape)}, not [experts, outputs] = [{experts}, {outputs}]"
+    return None

@@ -1,0 +1,29 @@
+"""What a grouped product computes: rows of each group times the weight of that group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Multiply = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
+"""Takes (rows, weights, sizes, transposed, whole) and returns the rows of each group times its
+weight, in their dtype; zeros for rows behind those of all groups.
+
+Shapes are rows [rows, width], weights [groups, width, outputs] (``transposed``: [groups, outputs,
+width]), sizes [groups] int32. ``whole`` says that each row is of a group.
+"""
+
+Outer = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Takes (left, right, sizes) and returns for each group its rows of ``left``, transposed, times
+those of ``right``: [groups, left's width, right's width] of [rows, ...], zeros for empty groups.
+Sums are float32 or wider."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A way to compute grouped products."""
+
+    multiply: Multiply
+    outer: Outer

@@ -93,7 +93,7 @@ class _Unit:
             over += f", {group.replicas.num_shards} replicas"
         numel = sum(each.shape.numel() for each in group.originals)
         return (
-            f"{group.num_originals}: {numel:,}",
+            f"{len(group.originals)}: {numel:,}",
             _shown(group.gather.buckets, ranks) if ranks > 1 else "-",
             self._when,
             over,

@@ -238,6 +238,7 @@ def beside_loop(rank: int) -> list[bool]:
     groups = [[0, 1]]
     own = XlaCollectives(groups, rank, 2, steps=[groups])
     schedule = Schedule()
+    assert schedule.to_check is not None  # what units hold is checked in the ranks of tests
     found = [isinstance(schedule.collectives_for(own, of_root=False), RingCollectives)]
     schedule.beside_loop = True
     return [*found, isinstance(schedule.collectives_for(own, of_root=False), RingCollectives)]

@@ -217,6 +217,7 @@ def waits_for(rank: int) -> list[list[bool]]:
     for rows, by in ((512, ring), (1, ring), (512, plain)):
         sums = [ops.upload(torch.ones(rows, 256)) for _ in range(3)]
         schedule = Schedule()
+        schedule._passes.add(-1)  # as in a backward pass
         for each in sums:
             schedule.finish_first([each], by)
         [ready] = schedule.after_rings([ops.upload(torch.ones(2))])

@@ -69,7 +69,7 @@ def build_step(plain: int = 0) -> Callable[[], Tensor]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if not plain and len(model._fsdp_unit._loops.made) != 2:
+        if not plain and len(model._fsdp_unit.loops.made) != 2:
             raise AssertionError("the head is not used in pieces")
         return loss
 

@@ -158,7 +158,7 @@ def train(rank: int, name: str, options: dict[str, Any], micro_batches: int) -> 
     return {
         "losses": [each.item() for each in losses],
         "params": full,
-        "loops": len(model._fsdp_unit._loops.made),
+        "loops": len(model._fsdp_unit.loops.made),
     }
 
 
@@ -387,7 +387,7 @@ def compared(rank: int) -> dict[str, tuple[float, int]]:
             # Read, so that the ranks meet before one of them changes the sizes for the other.
             grads.append([each.grad.cpu() for each in model.parameters()])
             if least < 2**40:
-                loops = len(model._fsdp_unit._loops.made)
+                loops = len(model._fsdp_unit.loops.made)
         errors = [
             ((own - whole).norm() / whole.norm().clamp(min=1e-9)).item()
             for own, whole in zip(*grads, strict=True)

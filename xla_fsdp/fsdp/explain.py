@@ -91,7 +91,7 @@ class _Unit:
         over = ", ".join(f"{name} {size}" for name, size in axes)
         numel = sum(each.shape.numel() for each in group.originals)
         return (
-            f"{group.num_originals}: {numel:,}",
+            f"{len(group.originals)}: {numel:,}",
             _shown(group.gather.buckets, ranks) if ranks > 1 else "-",
             self._when,
             over,

@@ -30,7 +30,7 @@ from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.chunked.chunks import TILE, Chunks
 from xla_fsdp.nn.forward_weight import compute_by, weights_are_whole
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.loop import Loop, LoopCache, TensorSpec, read_slice, trace_body, write_slice
+from xla_fsdp.xla.loop import Loop, TensorSpec, read_slice, trace_body, write_slice
 
 LEAST_BYTES = 2**25
 """Size of the smallest weight, gathered, that is computed with in pieces."""
@@ -64,7 +64,7 @@ def compute_in_pieces(unit: FSDPState, call: ForwardCall, saved: SavedParams) ->
     gathers = unit.group.collectives.num_shards > 1
     if of_root and gathers and settings.reshard_after_forward and not settings.keeps_larger:
         for original, number in large_weights(unit.group).items():
-            LinearInPieces(call, saved, original, number, unit.loops).mark()
+            LinearInPieces(unit, call, saved, original, number).mark()
 
 
 @dataclass(frozen=True)
@@ -128,21 +128,21 @@ class LinearInPieces:
     """``F.linear`` without bias in one forward of a unit, with one of its weights.
 
     Args:
+        unit: the unit.
         call: the forward.
         saved: its saved-tensor hooks.
         original: number of the weight among the original parameters.
         number: number of the weight among the parameters.
-        loops: the unit's traced loops.
     """
 
     def __init__(
-        self, call: ForwardCall, saved: SavedParams, original: int, number: int, loops: LoopCache
+        self, unit: FSDPState, call: ForwardCall, saved: SavedParams, original: int, number: int
     ) -> None:
+        self.unit = unit
         self.call = call
         self.saved = saved
         self.number = number
         self._original = original
-        self._loops = loops
         self._version = version_of(saved.unsharded[original])
 
     def mark(self) -> None:
@@ -151,7 +151,7 @@ class LinearInPieces:
 
     @property
     def group(self) -> FSDPParamGroup:
-        return self.call.unit.group
+        return self.unit.group
 
     @property
     def is_current(self) -> bool:
@@ -211,7 +211,7 @@ class LinearInPieces:
         # By class: each iteration writes whole rows.
         shape = (pieces.num_ranks, pieces.shard_rows, len(rows))
         start = ops.uninitialized(shape, rows)
-        loop = self._loops.get(
+        loop = self.unit.loops.get(
             ("forward", self.number, pieces, TensorSpec.of(rows)),
             lambda: self._forward_loop(pieces, rows, start),
         )
@@ -250,7 +250,7 @@ class LinearInPieces:
         by_class = by_class.reshape(pieces.num_ranks, pieces.shard_rows, -1)
         reduction = self.group.reduction
         needs = tuple(needs)
-        loop = self._loops.get(
+        loop = self.unit.loops.get(
             (
                 "backward",
                 self.number,
@@ -326,17 +326,19 @@ class _Linear(torch.autograd.Function):
         used = weight if ctx.weight is None else ctx.weight
         # A pass that was asked for other gradients would leave this one for the next.
         needs[1] = needs[1] and torch._C._will_engine_execute_node(ctx.node)
-        unit = linear.call.unit
+        unit = linear.unit
         rows, flat = input.reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
         if (
             torch.is_grad_enabled()
             or not linear.is_current
-            or (needs[1] and not (unit.reduces_now and _is_only_summed(used, ctx.node)))
+            or (needs[1] and not (unit.reduces_plainly and _is_only_summed(used, ctx.node)))
+            or (needs[1] and unit.in_use)  # a backward inside of the forward
         ):
             return None, grad @ weight if needs[0] else None, flat.t() @ rows if needs[1] else None
         of_rows, of_shard = linear.backward(rows, flat, needs)
         if of_shard is not None:
-            unit.take_reduced(linear.call, linear.number, of_shard)
+            linear.call.add_reduced_early(unit.group.reduction.as_bucket(linear.number, of_shard))
+            unit.schedule.finish_first([of_shard])
         of_input = None if of_rows is None else of_rows.to(input.dtype).reshape(input.shape)
         return None, of_input, None
 

@@ -354,7 +354,7 @@ def _leaf_grads(
         sums = weights.sum_replicas({**reduced, **weights.reduce_small(unsharded)})
         return own.shards.finished(sums)
     # Each FSDP state reduces or accumulates the gradients of its block.
-    originals = range(weights.group.num_originals)
+    originals = range(len(weights.group.originals))
     return own.shards.joined(
         [
             unit.reduce_grads(

@@ -421,7 +421,7 @@ def _gathered(
         (weights.small, own.small),
     ):
         found.update(zip(weights.originals(params), tensors, strict=True))
-    return [found[original] for original in range(weights.group.num_originals)], followed
+    return [found[original] for original in range(len(weights.group.originals))], followed
 
 
 def _after(gathered: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor]:

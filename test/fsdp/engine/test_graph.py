@@ -217,6 +217,7 @@ def waits_for(rank: int) -> list[list[bool]]:
     for rows, by in ((512, ring), (1, ring), (512, plain)):
         sums = [ops.upload(torch.ones(rows, 256)) for _ in range(3)]
         schedule = Schedule(ops.device())
+        schedule._passes.add(-1)  # as in a backward pass
         for each in sums:
             schedule.finish_first([each], by)
         [ready] = schedule.after_rings([ops.upload(torch.ones(2))])
@@ -239,6 +240,7 @@ def beside_loop(rank: int) -> list[bool]:
     groups = [[0, 1]]
     own = XlaCollectives(groups, rank, 2, steps=[groups])
     schedule = Schedule(ops.device())
+    assert schedule.to_check is not None  # what units hold is checked in the ranks of tests
     found = [isinstance(schedule.collectives_for(own, of_root=False), RingCollectives)]
     schedule.beside_loop = True
     return [*found, isinstance(schedule.collectives_for(own, of_root=False), RingCollectives)]

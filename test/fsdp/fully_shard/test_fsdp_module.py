@@ -291,11 +291,14 @@ class Deep(nn.Module):
 @scenarios.add
 def prefetch(rank: int) -> dict[str, Any]:
     """For each gather of a block, how many matrix products it has to wait for."""
+    import torch_xla
+
     from test.common.hlo import Program
     from xla_fsdp import fully_shard
     from xla_fsdp.xla.graph import lowered_hlo
 
     def waits(ahead: int, backward_ahead: int) -> tuple[list[int], dict[str, Tensor]]:
+        torch_xla.sync()  # a program has all collectives that were traced before it
         model = make(Deep)
         for block in model.blocks:
             fully_shard(block, reshard_after_forward=True)

@@ -47,9 +47,6 @@ class FSDPParam:
         slots: of another unit's parameter that has the same shard.
         dim: along which a single original is sharded.
         everywhere: whether every rank of the job has this parameter.
-
-    Attributes:
-        shard_shape: shape of the shard.
     """
 
     def __init__(
@@ -73,8 +70,6 @@ class FSDPParam:
         self.compute_dtype = compute_dtype
         self.slots = slots or ParamSlots(shard, registered=home is None)
         self.slots.users += 1
-        shape = held_shape(self.slots.shard)
-        self.shard_shape = shape if self.slots.part is None else shape[1:]
         self._home = home
         self._unsharded: list[Tensor] = []
         self.owners = [owner for original in originals for owner in original.owners]
@@ -121,6 +116,12 @@ class FSDPParam:
         """This rank's shard: the leaf, or a view of a slice of it."""
         part = self.slots.part
         return self.leaf if part is None else ops.viewable(self.leaf).select(0, part.number)
+
+    @property
+    def shard_shape(self) -> torch.Size:
+        """Shape of the shard."""
+        shape = held_shape(self.slots.shard)
+        return shape if self.slots.part is None else shape[1:]
 
     @property
     def grad(self) -> Tensor | None:

@@ -164,11 +164,6 @@ class FSDPParamGroup:
         """The original parameters, in the order of unsharded ones."""
         return [original for param in self.params for original in param.originals]
 
-    @property
-    def num_originals(self) -> int:
-        """Number of original parameters."""
-        return sum(len(param.originals) for param in self.params)
-
     # ------------------------------------------------------------ ranks
 
     @property

@@ -340,11 +340,6 @@ class Schedule:
 _log = logging.getLogger("xla_fsdp.schedule")
 
 
-class _Named(Protocol):
-    @property
-    def key(self) -> str: ...
-
-
 class ScheduleLog:
     """Tells what one unit gathers, frees and reduces, at debug level, as it is traced. What is
     replayed, or found in a cache of loops, is not traced again.
@@ -357,7 +352,7 @@ class ScheduleLog:
         self.unit = "root"
 
     def sends(
-        self, what: str, sent: Tensor, numbers: Iterable[int] = (), params: Sequence[_Named] = ()
+        self, what: str, sent: Tensor, numbers: Iterable[int] = (), params: Sequence[Any] = ()
     ) -> Tensor:
         """Tell of a collective, and return what it sends.
 
@@ -365,7 +360,7 @@ class ScheduleLog:
             what: its name.
             sent: the tensor that it is given.
             numbers: of those in ``params`` that are in it.
-            params: parameters of the unit, if they are known.
+            params: ``FSDPParam``s of the unit, if they are known.
         """
         if _log.isEnabledFor(logging.DEBUG):
             names = [params[at].key for at in numbers if params] or ["a part"]

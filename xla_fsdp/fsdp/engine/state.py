@@ -200,7 +200,7 @@ class FSDPState:
 
     def replay_facts(self) -> tuple[Any, ...]:
         """Return what a traced step depends on besides tensors. Who adds a field that changes what
-        is traced adds it here, or to what the group and the context return."""
+        is traced adds it here, or to what the group and the schedule return."""
         settings = [[*v] if isinstance(v, list) else v for v in vars(self.settings).values()]
         return settings, self.state, *self.schedule.replay_facts(), *self.group.replay_facts()
 
@@ -610,7 +610,7 @@ class FSDPState:
     def pre_backward(
         self, call: ForwardCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Gather the parameters once the gradients of the outputs and all pending tensors are
+        """Gather the parameters once the gradients of the outputs, and what is unfinished, are
         computed.
 
         Args:
@@ -671,19 +671,9 @@ class FSDPState:
 
     @property
     def reduces_plainly(self) -> bool:
-        """Whether backward reduces gradients, and needs nothing else for it."""
+        """Whether backward reduces gradients at once: there are no later passes, and no hooks of
+        the user."""
         return self.settings.sync_gradients and self.group.reduces_plainly
-
-    @property
-    def reduces_now(self) -> bool:
-        """Whether a gradient that is reduced in parts is what backward expects: no later passes, no
-        hooks of the user, no backward inside the forward."""
-        return self.reduces_plainly and self._forward is None
-
-    def take_reduced(self, call: ForwardCall, number: int, total: Tensor) -> None:
-        """Take the gradient of parameter ``number``, summed over the ranks, [rows, width]."""
-        call.add_reduced_early(self.group.reduction.as_bucket(number, total))
-        self.schedule.finish_first([total])
 
     def refuse_unreduced(self) -> None:
         """Raise RuntimeError if backward does not reduce gradients now, as those that are reduced

@@ -95,21 +95,21 @@ class PrefetchGate:
     """
 
     def __init__(self) -> None:
-        self._last: list[Tensor] = []
+        self._last: Sequence[Tensor] = ()
 
     def swap(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Store ``tensors``; return those of the previous call, or ``tensors`` at the first."""
-        last, self._last = self._last, list(tensors)
-        return last or self._last
+        last, self._last = self._last, tuple(tensors)
+        return list(last or self._last)
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
         """Let the next gather wait for ``tensors``, the results of a loop: XLA overlaps no
         collective with a loop."""
-        self._last = list(tensors)
+        self._last = tuple(tensors)
 
     def clear(self) -> None:
         """Drop the stored tensors; as live tensors they would become outputs of the program."""
-        self._last = []
+        self._last = ()
 
 
 class RingGate:
@@ -349,8 +349,8 @@ class FSDPSettings:
     unshard_in_backward: bool = True
     sync_gradients: bool = True
     is_last_backward: bool = True
-    forward_prefetch: list[StateRef] = field(default_factory=list)
-    backward_prefetch: list[StateRef] = field(default_factory=list)
+    forward_prefetch: Sequence[StateRef] = ()
+    backward_prefetch: Sequence[StateRef] = ()
     is_root: bool = True
 
     @property

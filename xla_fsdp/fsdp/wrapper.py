@@ -59,10 +59,10 @@ class WrapperModule(FSDPModuleBase, nn.Module):
     """
 
     _fsdp_is_wrapper = True
+    _forward_methods = frozenset(_KNOWN_FORWARD_METHODS)
 
     def __init__(self, module: nn.Module, state: ModuleState) -> None:
         super().__init__()
-        self._forward_methods = set(_KNOWN_FORWARD_METHODS)
         self._fsdp_wrapped_module = module
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._load_errors: list[str] = []  # torch's own list, during load_state_dict
@@ -128,7 +128,7 @@ class WrapperModule(FSDPModuleBase, nn.Module):
             if name == _INNER:
                 raise
             found = getattr(self._fsdp_wrapped_module, name)
-            runs_forward = name in self.__dict__["_forward_methods"] and callable(found)
+            runs_forward = name in self._forward_methods and callable(found)
             return partial(self._run_method, name) if runs_forward else found
 
     def __getitem__(self, key: Any) -> Any:
@@ -152,7 +152,7 @@ class WrapperModule(FSDPModuleBase, nn.Module):
                 f"{type(self.module).__name__} has no method {name!r} to register; give the name "
                 f"of a method of the wrapped module"
             )
-        self._forward_methods.add(name)
+        self._forward_methods = self._forward_methods | {name}
 
 
 def _hide_wrapped_module(

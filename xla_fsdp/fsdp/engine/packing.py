@@ -39,8 +39,6 @@ class ShardPacking:
         self.row_shape = torch.Size([*first[:dim], *first[dim + 1 :]])
         self.row_numel = self._row_numel() if first else 0
         self.sent_shape = self._sent_shape()
-        self._numels = [shape.numel() for shape in self.shapes]
-        self._starts = list(accumulate(self._numels, initial=0))[:-1]
         self._padding = layout.padded_numel - layout.numel
         # Whether shards are whole rows of one original. Padding is whole rows then, too: cutting
         # single elements off a matrix would make the device lay out all of it again.
@@ -76,7 +74,8 @@ class ShardPacking:
         if self._by_rows or not (self._padding or len(self.shapes) > 1):
             return [ops.copied(self._without_padding(gathered), self.shapes[0])]
         joined = ops.shaped(gathered, (self.layout.padded_numel,))
-        pieces = zip(self.shapes, self._numels, self._starts, strict=True)
+        numels = [shape.numel() for shape in self.shapes]
+        pieces = zip(self.shapes, numels, accumulate(numels, initial=0), strict=False)
         return [
             ops.copied_slice(joined, start, numel)
             if len(shape) == 1

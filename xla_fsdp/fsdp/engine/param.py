@@ -72,7 +72,6 @@ class FSDPParam:
         self.slots.users += 1
         self._home = home
         self._unsharded: list[Tensor] = []
-        self.owners = [owner for original in originals for owner in original.owners]
         if home is not None:
             home.register_parameter(key, shard)
             for original in originals:
@@ -89,6 +88,11 @@ class FSDPParam:
             f"{layout.num_shards} ranks, computes in {self.compute_dtype or dtype}, "
             f"{'UNSHARDED' if self._unsharded else 'SHARDED'})"
         )
+
+    @property
+    def owners(self) -> list[ModuleAttr]:
+        """The attributes of modules that hold the originals."""
+        return [owner for original in self.originals for owner in original.owners]
 
     def expect_on_all_ranks(self, what: str) -> None:
         """Tell CPU ranks that every one of them traces ``what`` of this parameter now.

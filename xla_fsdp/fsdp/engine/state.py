@@ -109,8 +109,8 @@ class FSDPSettings:
     unshard_in_backward: bool = True
     sync_gradients: bool = True
     is_last_backward: bool = True
-    forward_prefetch: list[StateRef] = field(default_factory=list)
-    backward_prefetch: list[StateRef] = field(default_factory=list)
+    forward_prefetch: Sequence[StateRef] = ()
+    backward_prefetch: Sequence[StateRef] = ()
     is_root: bool = True
 
     @property

@@ -1,4 +1,5 @@
-"""Small models of transformers, timm and torchvision, without weights, and how to train them.
+"""Small models of transformers, timm, torchvision and diffusers, without weights, and how to train
+them.
 
 ``FAMILIES`` are those of ``docs/models.md``. Sizes are odd, so that no number of ranks divides
 them; dropout is off.
@@ -271,7 +272,107 @@ def few_words(generator: torch.Generator) -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
+# ---------------------------------------------------------------- images and text, sound and text
+
+IMAGE_TOKEN = VOCABULARY - 1
+
+
+def qwen2_vl() -> nn.Module:
+    """Positions of three axes."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 10000.0}
+    vision = {"depth": 3, "embed_dim": 16, "hidden_size": 24, "num_heads": 2, "mlp_ratio": 2}
+    patches = {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1}
+    tokens = {"image": IMAGE_TOKEN, "video": 35, "vision_start": 34, "vision_end": 33}
+    return Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(
+            text_config={**EVEN, **IDS, "num_hidden_layers": 3, "rope_parameters": rope},
+            vision_config={**vision, **patches},
+            **{f"{name}_token_id": number for name, number in tokens.items()},
+        )
+    )
+
+
+def images_and_text(generator: torch.Generator) -> Batch:
+    """An image of 4 x 4 patches for each row, which become 4 tokens."""
+    ids = torch.randint(3, 30, (ROWS, 9), generator=generator)
+    ids[:, 0], ids[:, 1:5], ids[:, 5] = 34, IMAGE_TOKEN, 33
+    return {
+        "input_ids": ids,
+        "labels": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == IMAGE_TOKEN).int(),
+        "pixel_values": torch.randn(ROWS * 16, 12, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * ROWS),
+    }
+
+
+def paligemma() -> nn.Module:
+    """The image and what is asked are seen from everywhere."""
+    from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
+
+    text = {**EVEN, **IDS, "num_key_value_heads": 1, "head_dim": 6, "num_hidden_layers": 3}
+    sizes = {"hidden_size": 18, "intermediate_size": 23, "image_size": 10, "patch_size": 5}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 3, "vision_use_head": False}
+    return PaliGemmaForConditionalGeneration(
+        PaliGemmaConfig(
+            text_config={"model_type": "gemma", **text},
+            vision_config={"model_type": "siglip_vision_model", **sizes, **heads},
+            projection_dim=24,
+            image_token_index=IMAGE_TOKEN,
+        )
+    )
+
+
+def asked_images(generator: torch.Generator) -> Batch:
+    ids = torch.randint(3, 30, (ROWS, 9), generator=generator)
+    ids[:, :4] = IMAGE_TOKEN
+    return {
+        "input_ids": ids,
+        "labels": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": (torch.arange(9) > 5).long().expand(ROWS, 9),
+        "pixel_values": torch.randn(ROWS, 3, 10, 10, generator=generator),
+    }
+
+
+def clap() -> nn.Module:
+    """Of a spectrum's windows every second block's are shifted. In fp64, for its BatchNorm."""
+    from transformers import ClapConfig, ClapModel
+
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    text = {"hidden_size": 18, "intermediate_size": 23, "num_hidden_layers": 2}
+    windows = {"spec_size": 32, "num_mel_bins": 8, "window_size": 2, "patch_stride": [4, 4]}
+    sizes = {"patch_embeds_hidden_size": 9, "hidden_size": 18, "depths": [2, 2]}
+    heads = {"num_attention_heads": [3, 3], "num_hidden_layers": 2, "drop_path_rate": 0.0}
+    ids = {"vocab_size": VOCABULARY, "max_position_embeddings": 16, "num_attention_heads": 3}
+    return ClapModel(
+        ClapConfig(
+            text_config={**text, **ids, **no_dropout},
+            audio_config={**windows, **sizes, **heads, **no_dropout},
+            projection_dim=13,
+        )
+    ).double()
+
+
+def sounds_and_text(generator: torch.Generator) -> Batch:
+    ids = torch.randint(3, VOCABULARY, (ROWS, 9), generator=generator)
+    sounds = torch.randn(ROWS, 1, 128, 8, generator=generator).double()
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "input_features": sounds}
+
+
 # ---------------------------------------------------------------- from sequences to sequences
+
+
+def transformer() -> nn.Module:
+    """``nn.Transformer``."""
+    return nn.Transformer(18, 3, 3, 3, 23, dropout=0.0, batch_first=True)
+
+
+def sequences(generator: torch.Generator) -> Batch:
+    src = torch.randn(ROWS, 5, 18, generator=generator)
+    return {"src": src, "tgt": torch.randn(ROWS, 4, 18, generator=generator)}
 
 
 def t5() -> nn.Module:
@@ -426,6 +527,110 @@ def resnet18() -> nn.Module:
     return model.double()
 
 
+def sam() -> nn.Module:
+    """Two of three layers attend to windows."""
+    from transformers import SamConfig, SamModel
+
+    sizes = {"hidden_size": 12, "output_channels": 8, "image_size": 16, "patch_size": 4}
+    windows = {"window_size": 2, "global_attn_indexes": [1], "num_pos_feats": 4}
+    prompts = {"image_size": 16, "patch_size": 4, "mask_input_channels": 4}
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 2, "attention_downsample_rate": 1}
+    return SamModel(
+        SamConfig(
+            vision_config={
+                **sizes,
+                **windows,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 3,
+                "mlp_ratio": 2.0,
+            },
+            prompt_encoder_config={"hidden_size": 8, **prompts},
+            mask_decoder_config={
+                "hidden_size": 8,
+                "mlp_dim": 11,
+                "iou_head_hidden_dim": 9,
+                **heads,
+            },
+        )
+    )
+
+
+def convnext_timm() -> nn.Module:
+    from timm.models.convnext import ConvNeXt
+
+    return ConvNeXt(
+        num_classes=LABELS,
+        depths=(2, 3, 1, 1),
+        dims=(7, 9, 10, 11),
+        patch_size=2,
+        ls_init_value=0.5,
+    )
+
+
+def efficientnet() -> nn.Module:
+    """In fp64, as its BatchNorm is over a few small images."""
+    from timm.models import efficientnet
+
+    stages = [["ds_r1_k3_s1_e1_c8_se0.25"], ["ir_r3_k3_s2_e2_c12_se0.25"]]
+    return efficientnet.EfficientNet(
+        efficientnet.decode_arch_def(stages), num_classes=LABELS, stem_size=6, num_features=17
+    ).double()
+
+
+def maxvit() -> nn.Module:
+    """A convolution, attention to windows and attention to a grid. In fp64, for its BatchNorm."""
+    from timm.models import maxxvit
+
+    attention = maxxvit.MaxxVitTransformerCfg(dim_head=6, window_size=(2, 2))
+    sizes = {"embed_dim": (12, 18), "depths": (1, 2), "stem_width": 7}
+    config = maxxvit.MaxxVitCfg(block_type=("M", "M"), transformer_cfg=attention, **sizes)
+    return maxxvit.MaxxVit(config, img_size=16, num_classes=LABELS).double()
+
+
+def unet() -> nn.Module:
+    from diffusers import UNet2DModel
+
+    kinds = {
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }
+    sizes = {"block_out_channels": (8, 12), "norm_num_groups": 4, "attention_head_dim": 4}
+    return UNet2DModel(sample_size=8, layers_per_block=1, **sizes, **kinds)
+
+
+def dit() -> nn.Module:
+    from diffusers import DiTTransformer2DModel
+
+    sizes = {"num_attention_heads": 3, "attention_head_dim": 8, "num_layers": 3, "patch_size": 2}
+    channels = {"in_channels": 3, "out_channels": 3, "norm_num_groups": 3}
+    model = DiTTransformer2DModel(sample_size=8, num_embeds_ada_norm=11, **channels, **sizes)
+    for block in model.transformer_blocks:
+        block.norm1.emb.class_embedder.dropout_prob = 0.0
+    return model
+
+
+def noisy_images(generator: torch.Generator) -> Batch:
+    times = torch.randint(0, 11, (ROWS,), generator=generator)
+    return {"sample": torch.randn(ROWS, 3, 8, 8, generator=generator), "timestep": times}
+
+
+def noisy_labelled_images(generator: torch.Generator) -> Batch:
+    batch = noisy_images(generator)
+    return {
+        "hidden_states": batch["sample"],
+        "timestep": batch["timestep"],
+        "class_labels": _labels(generator),
+    }
+
+
+def pixels_with_points(generator: torch.Generator) -> Batch:
+    return {
+        "pixel_values": torch.randn(ROWS, 3, 16, 16, generator=generator),
+        "input_points": 16 * torch.rand(ROWS, 1, 2, 2, generator=generator),
+        "input_labels": torch.ones(ROWS, 1, 2, dtype=torch.long),
+    }
+
+
 def images(generator: torch.Generator) -> Batch:
     pixels = torch.randn(ROWS, 3, 10, 10, generator=generator)
     return {"pixel_values": pixels, "labels": _labels(generator)}
@@ -435,8 +640,16 @@ def bare_images(generator: torch.Generator, size: int = 17) -> Batch:
     return {"x": torch.randn(ROWS, 3, size, size, generator=generator).double()}
 
 
-def small_images(generator: torch.Generator) -> Batch:
-    return {"x": torch.randn(ROWS, 3, 16, 16, generator=generator)}
+def tiny_images(generator: torch.Generator) -> Batch:
+    return bare_images(generator, 16)
+
+
+def small_images(generator: torch.Generator, size: int = 16) -> Batch:
+    return {"x": torch.randn(ROWS, 3, size, size, generator=generator)}
+
+
+def larger_images(generator: torch.Generator) -> Batch:
+    return small_images(generator, 32)
 
 
 def captions(generator: torch.Generator) -> Batch:
@@ -533,6 +746,64 @@ FAMILIES = {
             ("SwinTransformerBlock",),
             ("layers.0.blocks", "layers.1.blocks"),
         ),
+        Family(
+            "ConvNeXt (timm)",
+            convnext_timm,
+            larger_images,
+            ("ConvNeXtBlock",),
+            ("stages.0.blocks", "stages.1.blocks"),
+        ),
+        Family(
+            "EfficientNet (timm)",
+            efficientnet,
+            bare_images,
+            ("InvertedResidual", "DepthwiseSeparableConv"),
+            ("blocks.1",),
+        ),
+        Family("MaxViT (timm)", maxvit, tiny_images, ("MaxxVitBlock",), ("stages.1.blocks",)),
+        Family("SAM", sam, pixels_with_points, ("SamVisionLayer",), ("vision_encoder.layers",)),
+        Family(
+            "Qwen2-VL",
+            qwen2_vl,
+            images_and_text,
+            ("Qwen2VLVisionBlock", "Qwen2VLDecoderLayer"),
+            ("model.visual.blocks", "model.language_model.layers"),
+        ),
+        Family(
+            "PaliGemma",
+            paligemma,
+            asked_images,
+            ("SiglipEncoderLayer", "GemmaDecoderLayer"),
+            ("model.vision_tower.encoder.layers", "model.language_model.layers"),
+        ),
+        Family(
+            "CLAP",
+            clap,
+            sounds_and_text,
+            ("ClapAudioLayer", "ClapTextLayer"),
+            ("text_model.encoder.layer",),
+        ),
+        Family(
+            "U-Net (diffusers)",
+            unet,
+            noisy_images,
+            ("ResnetBlock2D", "Attention"),
+            ("up_blocks.0.resnets",),
+        ),
+        Family(
+            "DiT (diffusers)",
+            dit,
+            noisy_labelled_images,
+            ("BasicTransformerBlock",),
+            ("transformer_blocks",),
+        ),
+        Family(
+            "nn.Transformer",
+            transformer,
+            sequences,
+            ("TransformerEncoderLayer", "TransformerDecoderLayer"),
+            ("encoder.layers", "decoder.layers"),
+        ),
         Family("MLP-Mixer (timm)", mixer, small_images, ("MixerBlock",), ("blocks",)),
         Family("ResNet (torchvision)", resnet18, bare_images, ("BasicBlock",), ("layer1",)),
     )
@@ -594,14 +865,17 @@ class RealTask:
         return FAMILIES[self.family].inputs(torch.Generator().manual_seed(100 * step + rank))
 
     def loss(self, output: Any) -> Tensor:
-        if isinstance(output, Tensor):
+        if getattr(output, "loss", None) is not None:
+            return output.loss
+        if isinstance(output, Tensor) and output.dim() == 2:
             target = torch.arange(ROWS, device=output.device) % LABELS
             return nn.functional.cross_entropy(output, target)
-        if output.loss is None:  # of CLIP, which pairs a batch's texts with its images
+        if "logits_per_text" in output:  # which pairs a batch's texts with its images, or sounds
             logits = output.logits_per_text
             target = torch.arange(ROWS, device=logits.device)
             return nn.functional.cross_entropy(logits, target)
-        return output.loss
+        values = [output] if isinstance(output, Tensor) else list(output.values())
+        return torch.stack([each.square().mean() for each in values]).sum()
 
     def optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         # Where a gradient is zero but for rounding (a bias of attention's keys), the usual eps

@@ -1498,7 +1498,10 @@ def steady(rank: int) -> dict[str, Any]:
     """What a step with dropout before, in and after the loop compiles and keeps."""
     import torch_xla.debug.metrics as met
 
+    from xla_fsdp.distributed.garbage import collect_garbage
     from xla_fsdp.xla.host import exchange
+
+    collect_garbage()  # of other scenarios
 
     def with_dropout(model: Any) -> None:
         for block in model.blocks:

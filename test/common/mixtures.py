@@ -16,7 +16,7 @@ from test.common.scenarios import make
 
 ROWS, LENGTH = 2, 7  # of a rank's batch
 STEPS = 3
-RATE = 0.5
+RATE = 0.25
 
 OF_SIX = {"num_experts": 6, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 10, "kv_lora_rank": 9, "qk_rope_head_dim": 4, "num_key_value_heads": 4}
@@ -29,6 +29,7 @@ OSS = {
     "attn_implementation": "eager",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+FACTORS = {"attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 
 KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -51,7 +52,7 @@ KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {**OSS, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
     ),
-    "granite_moe": ("GraniteMoe", {"num_local_experts": 6}),
+    "granite_moe": ("GraniteMoe", {"num_local_experts": 6, **FACTORS}),
 }
 
 

@@ -129,7 +129,7 @@ def check(mix: Mix, found: list[Trained]) -> None:
     assert first.losses == pytest.approx(plain.losses, rel=TOLERANCE), lines
     for step in range(STEPS):
         # Of later steps those of other parameters, by rounding, than the plain model has.
-        smallest = 0.3 if step else 0.0
+        smallest = 1.0 if step else 0.0
         limits: Any = {"atol": 1e-6, "of_largest": TOLERANCE, "smallest": smallest}
         own, expected = first.gradients(step), plain.gradients(step)
         assert_close(own, expected, what=f"gradient {step}", **limits)

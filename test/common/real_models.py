@@ -845,7 +845,8 @@ class RealTask:
     def build(self) -> nn.Module:
         model: Any = make(partial(_perturbed, FAMILIES[self.family].build))
         if (self.remat or self.scan) and hasattr(model, "config"):
-            model.config.use_cache = False  # as transformers does for gradient checkpointing
+            for config in (model.config, model.config.get_text_config()):
+                config.use_cache = False  # as transformers does for gradient checkpointing
         return model
 
     def shard(self, model: nn.Module) -> Any:

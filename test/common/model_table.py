@@ -45,7 +45,8 @@ calls those of its first block by themselves.
 Also run, on 2 ranks, through the wrapper, `fully_shard` and `parallelize(..., "lean")`: a loop that
 differentiates its inner step, as MAML does, and quantization in training (`prepare_qat`, each rank
 with its own observers); losses are those of plain copies whose gradients are averaged. `LBFGS`
-steps by [`ZeroRedundancyOptimizer`](optimizers.md). torch_xla has no gradients of sparse embeddings.
+steps by [`ZeroRedundancyOptimizer`](optimizers.md). torch_xla has no gradients of sparse
+embeddings.
 
 `python -m test.common.model_table` makes this page, and the tests hold it to what they find.
 

@@ -39,7 +39,14 @@ AdamW on 2 and on 3 ranks: losses, gradients and parameters equal those of the p
 joined batch, to {TOLERANCE:g} of a tensor's largest value, in fp32 (Gemma3 to
 {WIDER["Gemma3"]:g}, as rounding alone moves it by 5e-5). Each layer is a unit. *As a loop* is
 `scan_layers`. The experts of the mixtures (`experts_implementation="batched_mm"`) get so few tokens
-that some have none on some ranks.
+that some have none on some ranks. Of DiT the embeddings in each block are units, too, as the model
+calls those of its first block by themselves.
+
+Also run, on 2 ranks, through the wrapper, `fully_shard` and `parallelize(..., "lean")`: a loop that
+differentiates its inner step, as MAML does, and quantization in training (`prepare_qat`, each rank
+with its own observers); losses are those of plain copies whose gradients are averaged. `LBFGS`
+steps by [`ZeroRedundancyOptimizer`](optimizers.md). torch_xla has no gradients of sparse
+embeddings.
 
 `python -m test.common.model_table` makes this page, and the tests hold it to what they find.
 

@@ -794,7 +794,8 @@ FAMILIES = {
             "DiT (diffusers)",
             dit,
             noisy_labelled_images,
-            ("BasicTransformerBlock",),
+            # The model calls the embeddings in its first block by themselves, too.
+            ("BasicTransformerBlock", "CombinedTimestepLabelEmbeddings"),
             ("transformer_blocks",),
         ),
         Family(
@@ -844,8 +845,9 @@ class RealTask:
 
     def build(self) -> nn.Module:
         model: Any = make(partial(_perturbed, FAMILIES[self.family].build))
-        if (self.remat or self.scan) and hasattr(model, "config"):
-            model.config.use_cache = False  # as transformers does for gradient checkpointing
+        if (self.remat or self.scan) and hasattr(getattr(model, "config", None), "get_text_config"):
+            for config in (model.config, model.config.get_text_config()):
+                config.use_cache = False  # as transformers does for gradient checkpointing
         return model
 
     def shard(self, model: nn.Module) -> Any:
@@ -870,7 +872,7 @@ class RealTask:
         if isinstance(output, Tensor) and output.dim() == 2:
             target = torch.arange(ROWS, device=output.device) % LABELS
             return nn.functional.cross_entropy(output, target)
-        if "logits_per_text" in output:  # which pairs a batch's texts with its images, or sounds
+        if hasattr(output, "logits_per_text"):  # it pairs a batch
             logits = output.logits_per_text
             target = torch.arange(ROWS, device=logits.device)
             return nn.functional.cross_entropy(logits, target)

@@ -136,6 +136,7 @@ def leaves(rank: int) -> dict[str, Any]:
         "full": full,
         "fulls": [stack.full_tensor()[2].cpu(), shown.full_tensor().cpu()],
         "to_local": tuple(stack.to_local().shape),
+        "printed": repr(in_place),
     }
 
 
@@ -152,6 +153,12 @@ def test_an_optimizer_sees_one_parameter_for_all_blocks() -> None:
     assert found["of a shard"] == shards["blocks.2.up.weight"]
     assert found["frozen"] == ["blocks.0.up.weight"]
     assert found["pending"] == []  # a forward alone leaves stacks as they are
+
+
+def test_a_model_with_stacks_is_printed_as_without() -> None:
+    printed = result("leaves")["printed"]
+    assert f"(0-{DEPTH - 1}): {DEPTH} x " in printed
+    assert f"(up): Linear(in_features={WIDTH}, out_features={HIDDEN}" in printed
 
 
 def test_stacks_say_where_they_are_cut() -> None:

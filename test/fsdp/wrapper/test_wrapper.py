@@ -268,6 +268,7 @@ def test_state_dicts_load_again_and_errors_use_original_names() -> None:
 def looks_like_the_module(rank: int) -> dict[str, Any]:
     sequence = fsdp(make(lambda: nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.ReLU())))
     sequence.module.config = "its own"
+    flat = fsdp(make(lambda: nn.Sequential(nn.Linear(FEATURES, WIDTH))), flatten_parameters=True)
     return {
         "index": type(sequence[1]).__name__,
         "length": len(sequence),
@@ -275,6 +276,8 @@ def looks_like_the_module(rank: int) -> dict[str, Any]:
         "module": type(sequence.module).__name__,
         "absent": message(lambda: sequence.nothing),
         "representation": "world_size=2" in repr(sequence),
+        "layers of a flat one": "Linear(in_features" in repr(flat),
+        "attributes of a flat one": hasattr(flat[0], "bias"),
     }
 
 
@@ -286,6 +289,8 @@ def test_the_wrapper_forwards_what_it_lacks() -> None:
     assert found["module"] == "Sequential"
     assert found["absent"].startswith("AttributeError")
     assert found["representation"]
+    assert found["layers of a flat one"]
+    assert not found["attributes of a flat one"]
 
 
 @scenario

@@ -122,7 +122,7 @@ def test_losses_in_bf16_are_near(number: int) -> None:
 
 
 def check(mix: Mix, found: list[Trained]) -> None:
-    """Losses, all gradients and the state of three steps are those of the plain model."""
+    """Losses, all gradients and the state after the steps are those of the plain model."""
     plain, first = train_plain(mix.model, len(found)), found[0]
     lines = "\n".join(first.lines)
     assert "  experts: grouped products, as eager reads the device" in first.lines, lines

@@ -1248,7 +1248,7 @@ def test_an_input_that_a_policy_keeps_is_kept_once() -> None:
 @scenarios.add
 def ordered(rank: int) -> dict[str, bool]:
     """Whether tensors stay what they are once others are computed."""
-    from xla_fsdp.xla.ops import once_computed
+    from xla_fsdp.xla.ops import with_data_dependency
 
     tensors = [
         torch.tensor([1.5, -2.0, float("inf")]),
@@ -1261,13 +1261,13 @@ def ordered(rank: int) -> dict[str, bool]:
 
     def same(*before: Tensor) -> bool:
         given = [each.to("xla") for each in tensors]
-        found = once_computed([each.to("xla") for each in before], given)
+        found = with_data_dependency([each.to("xla") for each in before], given)
         pairs = list(zip(found, tensors, strict=True))
         assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in pairs)
         return all(torch.equal(a.cpu(), b) for a, b in pairs)
 
     zero = torch.zeros(2).to("xla")
-    [hint] = once_computed([broken.to("xla")], [zero])
+    [hint] = with_data_dependency([broken.to("xla")], [zero])
     return {
         "nothing": same(),
         "numbers": same(large, tensors[1]),

@@ -105,11 +105,11 @@ def assert_only_first_block_is_named(case: Case, ranks: list[dict[str, Any]]) ->
 @scenarios.add
 def leaves(rank: int) -> dict[str, Any]:
     from xla_fsdp import fully_shard, scan_blocks
-    from xla_fsdp.xla.host import settle
+    from xla_fsdp.xla.host import execute_pending
     from xla_fsdp.xla.ops import is_pending
 
     model = of_kind("stacked")
-    settle()
+    execute_pending()
     held = model(batch())
     pending = [name for name, p in model.named_parameters() if is_pending(p)]
     del held

@@ -449,7 +449,7 @@ def step_of(rank: int, *, sequence: bool) -> str:
     """The program of a forward and backward of one block."""
     from xla_fsdp.tensor_parallel import parallelize_module
     from xla_fsdp.xla.graph import lowered_hlo
-    from xla_fsdp.xla.host import settle
+    from xla_fsdp.xla.host import execute_pending
 
     plan = plan_of("Gpt", sequence=sequence)
     own_plan = {
@@ -457,10 +457,10 @@ def step_of(rank: int, *, sequence: bool) -> str:
     }
     block = parallelize_module(make(GptBlock), tensor_mesh()["tensor"], own_plan).to("xla")
     x = on_device(given(2, 4 if sequence else 8, WIDTH)).requires_grad_()
-    settle()
+    execute_pending()
     block(x).square().sum().backward()
     text = lowered_hlo([x.grad, *(param.grad for param in block.parameters())])
-    settle()
+    execute_pending()
     return text
 
 
@@ -490,7 +490,7 @@ def sizes_of_logits(rank: int) -> dict[bool, bool]:
     classes, with ``loss_parallel`` and without."""
     from xla_fsdp.tensor_parallel import loss_parallel, parallelize_module
     from xla_fsdp.xla.graph import lowered_hlo
-    from xla_fsdp.xla.host import settle
+    from xla_fsdp.xla.host import execute_pending
 
     found = {}
     for cut in (True, False):
@@ -499,12 +499,12 @@ def sizes_of_logits(rank: int) -> dict[bool, bool]:
         parallelize_module(head, tensor_mesh()["tensor"], plan).to("xla")
         x = on_device(given(4, WIDTH)).requires_grad_()
         target = on_device(torch.arange(4))
-        settle()
+        execute_pending()
         with loss_parallel(tensor_mesh()["tensor"]) if cut else contextlib.nullcontext():
             F.cross_entropy(head["head"](x), target).backward()
         program = Program(lowered_hlo([x.grad, head["head"].weight.grad]))
         found[cut] = any(VOCABULARY in each.shape for each in program.instructions.values())
-        settle()
+        execute_pending()
     return found
 
 

@@ -25,7 +25,7 @@ from xla_fsdp.compile.slots import Entry, Slot, SlotReader, kind
 from xla_fsdp.fsdp.engine.schedule import Schedule
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.xla import ops, programs
-from xla_fsdp.xla.host import settle
+from xla_fsdp.xla.host import execute_pending
 
 Reference = tuple[Any, ...]
 """Where an input comes from, or a result goes: ("argument", n), ("slot", n), ("host", n),
@@ -394,7 +394,7 @@ class Program:
         changed = [pool[at] for at, _ in self._changed_at]
         # What the caller has traced between steps may read buffers that the program donates.
         if ops.runtime().traced_collectives():
-            settle()
+            execute_pending()
         programs.separate(changed)
         seeds = self._seeds()
         inputs = [pool[at] if at >= 0 else seeds[at] for at in self._read_at]

@@ -415,7 +415,7 @@ class _RankStep:
         self._renew()
         for param in self._state.params:
             if isinstance(param, UninitializedShard):
-                param.settle()  # which runs a program of its own
+                param.finalize()  # which runs a program of its own
         for optimizer in self._state.steppers():
             make_state(optimizer)  # or the first step would be a program of its own
         self._renew()

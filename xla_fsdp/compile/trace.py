@@ -46,7 +46,7 @@ class Trace:
         self._state = state
         self._arguments = list(leaves)
         self._numbers = state.numbers
-        host.settle()
+        host.execute_pending()
         self._slots = state.slots()
         self._before: dict[Any, Any] = {w: slot.get() for w, (_, slot) in self._slots.items()}
         self._on_host = [(label, tensor, tensor._version) for label, tensor in state.host_tensors()]

@@ -152,7 +152,7 @@ def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
 class _Environment:
     """Random state, autocast state, context and what modules keep, at the beginning of a forward.
 
-    Create it before the forward and call ``settle`` after it.
+    Create it before the forward and call ``forget_unchanged`` after it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -167,13 +167,13 @@ class _Environment:
         self._context = current_context()
         self._modules = _ModuleState(module)
 
-    def settle(self) -> None:
+    def forget_unchanged(self) -> None:
         """Drop the state that the forward has not changed."""
         # CPU ranks share the CPU's random state, so it is restored only if the forward used it, or
         # another rank did meanwhile.
         if self._cpu_rng is not None and torch.equal(self._cpu_rng, torch.get_rng_state()):
             self._cpu_rng = None
-        self._modules.settle()
+        self._modules.note_changes()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -225,7 +225,7 @@ class _ModuleState:
         self._pending = [True] * len(self._tensors)
         self._memory: set[int] = set()  # inside ``restored``, of the tensors that it sets
 
-    def settle(self) -> None:
+    def note_changes(self) -> None:
         """Note which tensors the forward may have changed without a trace."""
         now = map(_buffer_of, self._tensors)
         # Operators that torch_xla computes on the host may have computed them by now.
@@ -397,7 +397,7 @@ class Region:
         if kept := {*self._changed, *outputs.returned()}:
             pairs = enumerate(zip(before, inputs.sources, strict=True))
             self._save_inputs([old if at in kept else now for at, (old, now) in pairs])
-        self._environment.settle()
+        self._environment.forget_unchanged()
         # The node gets this list, not the region, which would live as long as the outputs.
         return outputs.replaced(
             through(partial(_NoteGrads.apply, self._output_grads), outputs.tensors)

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.fsdp.engine.autograd import ForwardCall, SavedParams, on_device, version_of
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.chunked.chunks import TILE, Chunks
 from xla_fsdp.nn.forward_weight import compute_by, weights_are_whole
@@ -173,7 +173,7 @@ class LinearInPieces:
             and not torch.is_autocast_enabled("xla")
             and not in_transform()
             and torch._C._current_graph_task_id() == -1
-            and self.saved.are_alone(active=self.call.reshards)
+            and self.saved.no_other_saved_tensor_hooks(active=self.call.reshards)
             and version_of(weight) == self._version
             and self._original not in self.saved.changed_in_place()
         )
@@ -303,7 +303,7 @@ class _Linear(torch.autograd.Function):
     unit, and returns none, unless it has to be whole."""
 
     @staticmethod
-    @in_forward(False)
+    @package_code()
     def forward(ctx: Any, linear: LinearInPieces, input: Tensor, weight: Tensor) -> Tensor:
         # An attribute lives as long as the user holds the loss: not the weight, if the forward does
         # not free its values. Then no hooks pack what is saved, and that is the same object.
@@ -317,7 +317,7 @@ class _Linear(torch.autograd.Function):
         return product.reshape(*input.shape[:-1], -1).clone()
 
     @staticmethod
-    @in_forward(False)
+    @package_code()
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None

@@ -34,7 +34,7 @@ from xla_fsdp.optim.traits import is_elementwise
 from xla_fsdp.state.full_optim import ShardNames, load_full, to_full
 from xla_fsdp.state.optim import read_optimizer
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.host import settle
+from xla_fsdp.xla.host import execute_pending
 
 # Key of a rank's state dict that tells which slices it holds; an unsharded one has no such key.
 SLICE_INFO = "zero"
@@ -521,7 +521,7 @@ def _unsliced_state(inner: Optimizer, slices: ParamSlices, to: int) -> dict[str,
     """Gather the unsharded state dict on rank ``to``; return an empty one on others."""
     with slices.filled(slices.params):  # state with the shape of its slice is gathered
         state = read_optimizer(inner, slices.keys())
-    settle()  # all ranks run the same program before rank ``to`` alone reads replicated state
+    execute_pending()  # on all ranks, before ``to`` alone reads what is replicated
     groups = _on_host(inner.state_dict()["param_groups"])
     full = to_full(state, _shard_names(slices), only=to)
     if not full:

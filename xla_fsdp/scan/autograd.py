@@ -308,7 +308,7 @@ def _gated(
         *leaves, _ = split(rest[len(before) - 1 :], list(map(len, leaves)))
         # Finish the pending work of the units after the blocks, such as the head's gradient or
         # optimizer step: its inputs would stay in memory during the whole loop.
-        [grad] = ops.once_computed(before[1:], [grad])
+        [grad] = ops.with_data_dependency(before[1:], [grad])
     return grad, _to_send(call, leaves, before)
 
 

@@ -425,7 +425,7 @@ def _gathered(
 
 
 def _after(gathered: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor]:
-    return ops.after_(gathered[-1:], [each.clone() for each in sent])
+    return ops.barrier_after_(gathered[-1:], [each.clone() for each in sent])
 
 
 def _requiring_grad(others: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:

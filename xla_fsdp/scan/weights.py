@@ -282,7 +282,7 @@ class SeparateShards(BlockShards):
                 torch.cat([_as_stored(param, each) for each in own])
                 for param, own in zip(params, by_param, strict=True)
             ]
-            stacks = ops.barrier(ops.once_computed(after, concatenated))
+            stacks = ops.barrier(ops.with_data_dependency(after, concatenated))
             pairs = zip(stacks, by_param, strict=True)
             return [stack.reshape(len(own), *own[0].shape) for stack, own in pairs]
 
@@ -347,7 +347,7 @@ class StackedShards(BlockShards):
         found = {at: leaf.detach() for at, leaf in pairs if self.is_sent_as_stored(at)}
         others = [at for at in numbers if at not in found]
         sent = self._sent(others, [leaf for at, leaf in pairs if at in others])
-        found.update(zip(others, ops.once_computed(after, sent), strict=True))
+        found.update(zip(others, ops.with_data_dependency(after, sent), strict=True))
         return [found[at] for at in numbers]
 
     def _sent(self, numbers: Sequence[int], leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from xla_fsdp.fsdp.engine.registry import known_group
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.state.summon import SummonOptions, is_shown, summoned
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.host import settle
+from xla_fsdp.xla.host import execute_pending
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDict[str, Any]:
@@ -50,7 +50,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     options = SummonOptions(False, rank0_only, offload_to_cpu=True, global_params=True)
     # Compute buffers on all ranks, so that their programs are alike: with rank0_only the copies to
     # the host below are made on some ranks only.
-    settle()
+    execute_pending()
     outside = cut_outside_units(model)
     gathered = {name: joined(param.detach(), placement) for name, param, placement in outside}
     ops.compute(list(gathered.values()))

@@ -27,7 +27,7 @@ from xla_fsdp.state.full_optim import (
 )
 from xla_fsdp.state.model import cut_outside_units, refuse_cut_outside
 from xla_fsdp.state.optim import params_by_key, read_optimizer, torch_state_dict, write_optimizer
-from xla_fsdp.xla.host import settle
+from xla_fsdp.xla.host import execute_pending
 
 
 def optim_state_dict(
@@ -49,7 +49,7 @@ def optim_state_dict(
     outside = [each for each in cut_outside_units(model) if id(each.param) in held]
     refuse_cut_outside(outside, "optim_state_dict")
     state = read_optimizer(optimizer, _params(model))
-    settle()  # with rank0_only unsharded entries are read on some ranks only; see full_state_dict
+    execute_pending()  # with rank0_only some ranks alone read entries; see full_state_dict
     return to_full(state, _names(model), only=0 if rank0_only else None)
 
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.fsdp.engine.load_hooks import MARK, Form
 from xla_fsdp.fsdp.engine.module_state import units_in
-from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.registry import known_group
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.xla import ops
@@ -136,7 +136,7 @@ def _explained(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_state_dict(module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with in_forward(False):  # torch compares shapes, of shards here
+            with package_code():  # torch compares shapes, of shards here
                 return original(module, state_dict, *args, **kwargs)
         except RuntimeError as error:
             why = _why(module, state_dict) if "size mismatch" in str(error) else ""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from xla_fsdp.fsdp.engine.autograd import on_device, present
 from xla_fsdp.fsdp.engine.packing import all_joined
 from xla_fsdp.fsdp.engine.param import FSDPParam
-from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.schedule import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.xla import ops
@@ -86,7 +86,7 @@ def is_shown(units: Sequence[FSDPState], options: SummonOptions) -> bool:
 
 
 @torch.no_grad()
-@in_forward(False)
+@package_code()
 def _gather(units: Sequence[FSDPState], options: SummonOptions) -> list[list[nn.Parameter]]:
     """Return the unsharded parameters of each unit; nothing on ranks that ``is_shown`` excludes."""
     # By the shard, which units may share, and the index of the original in it.
@@ -135,7 +135,7 @@ def _leaf(value: Tensor, grad: Tensor | None, of: Tensor, on_host: bool) -> nn.P
 
 
 @torch.no_grad()
-@in_forward(False)
+@package_code()
 def _write_back(
     unit: FSDPState,
     unsharded: Sequence[nn.Parameter],

@@ -750,7 +750,7 @@ def _overwrite(old: Tensor, new: Tensor) -> Tensor:
     """Give ``old`` the value and shape of ``new``, unseen by autograd, as torch_xla's own
     collectives do."""
     if old.shape != new.shape:
-        ops.let_go(old, new)
+        ops.free_keeping_aliases(old, new)
         return old
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(old):
         old.copy_(new)

@@ -15,7 +15,7 @@ from torch import Tensor
 from xla_fsdp.xla import ops
 
 
-def settle() -> None:
+def execute_pending() -> None:
     """Execute all pending operations, without advancing the device's random number state."""
     with _same_random_numbers():
         ops.sync()
@@ -23,7 +23,7 @@ def settle() -> None:
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors of any device to host memory; execute all pending operations first."""
-    settle()
+    execute_pending()
     lazy = [t.detach() for t in tensors if t.device.type == "xla"]
     copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy) if lazy else [])
     return [next(copies) if t.device.type == "xla" else t.detach().clone() for t in tensors]

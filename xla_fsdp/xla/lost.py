@@ -246,5 +246,5 @@ def _lose(tensor: Tensor) -> None:
             # A view holds what it was made from, and so on, which Python may never have seen.
             torch._C._swap_tensor_impl(tensor, dummy)
         else:
-            ops.let_go(tensor, dummy)
+            ops.free_keeping_aliases(tensor, dummy)
     tensor.__class__ = TensorOfTrace

@@ -249,7 +249,7 @@ def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:
     return fresh
 
 
-def after_(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+def barrier_after_(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Make ``tensors`` available only after ``before``; in place, so none may be shared."""
     if before and tensors:
         with torch.no_grad():
@@ -258,7 +258,7 @@ def after_(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(tensors)
 
 
-def once_computed(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+def with_data_dependency(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return ``tensors`` so that they are computed after ``before`` in any schedule.
 
     The TPU compiler drops barriers before it schedules. So this adds a value that depends on
@@ -359,7 +359,7 @@ def release(tensor: Tensor, dummy: Tensor) -> None:
         torch_xla._XLAC._replace_xla_tensor(tensor, dummy)
 
 
-def let_go(tensor: Tensor, dummy: Tensor) -> None:
+def free_keeping_aliases(tensor: Tensor, dummy: Tensor) -> None:
     """Give ``tensor`` the memory of ``dummy``, as ``release`` does, but leave its own to others
     that share it unknown to autograd, such as ``tensor.data``; without such it is freed.
 

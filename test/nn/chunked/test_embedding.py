@@ -413,12 +413,12 @@ def test_a_number_that_is_no_row_gives_nan_and_nothing_else_changes() -> None:
 def programs(rank: int) -> dict[Any, tuple[int, int, bool]]:
     """By number of pieces: collectives, loops, and whether anything is as large as the table."""
     from xla_fsdp.xla.graph import lowered_hlo
-    from xla_fsdp.xla.host import settle
+    from xla_fsdp.xla.host import execute_pending
 
     found = {}
     for pieces in (1, None, 2, 8):
         model = streamed(net(width=128, rows=512, pieces=pieces))
-        settle()  # collectives wait for those before them, here
+        execute_pending()  # collectives wait for those before them, here
         model(usual(rank)).sum().backward()
         text = lowered_hlo([param.grad for param in model.parameters()])
         moved = text.count(" all-gather(") + text.count(" reduce-scatter(")
@@ -452,10 +452,10 @@ def sent_rows(rank: int) -> tuple[int, bool, int]:
     """Loops, whether anything is as large as the table, and the largest thing that is gathered or
     reduced."""
     from xla_fsdp.xla.graph import lowered_hlo
-    from xla_fsdp.xla.host import settle
+    from xla_fsdp.xla.host import execute_pending
 
     model = streamed(net(**LARGE))
-    settle()
+    execute_pending()
     model(*to_device(of_large(rank))).sum().backward()
     text = lowered_hlo([model.tokens.weight.grad])
     whole = any(shape in text for shape in ("[70001,64]", "[70002,64]", "[2,35001,64]"))
@@ -473,13 +473,13 @@ def test_few_rows_of_a_large_table_are_sent_in_its_place() -> None:
 def many_rows(rank: int) -> tuple[int, dict[str, float]]:
     """Loops where a rank asks for more rows than it has, and distances from the plain model."""
     from xla_fsdp.xla.graph import lowered_hlo
-    from xla_fsdp.xla.host import settle
+    from xla_fsdp.xla.host import execute_pending
 
     def of(rank: int) -> Tensor:
         return (torch.arange(35_001) * 2 + rank) % LARGE["rows"]
 
     model = streamed(net(**LARGE))
-    settle()
+    execute_pending()
     text = lowered_hlo([model(*to_device(of(rank)))])
     return text.count(" while("), differences(rank, net(**LARGE), of=of)
 
@@ -506,10 +506,10 @@ def in_parts(rank: int) -> tuple[list[int], bool, dict[str, float], list[bool]]:
     """Loops and gathers of a table's rows, whether each shard in a part is whole tiles, distances
     from the plain model, and which of the rows -1 and 0 are NaN."""
     from xla_fsdp.xla.graph import lowered_hlo
-    from xla_fsdp.xla.host import settle
+    from xla_fsdp.xla.host import execute_pending
 
     model = streamed(net(**IN_PARTS))
-    settle()
+    execute_pending()
     numbers = torch.cat([torch.tensor([-1, 0]), of_parts(rank)[2:]])
     rows = model.tokens(*to_device(numbers))
     text = lowered_hlo([rows])
@@ -575,7 +575,7 @@ def test_parts_and_rows_fit_their_limit() -> None:
 def tied(rank: int) -> tuple[int, bool, dict[str, float]]:
     """A table that is a head's weight: loops, whether it is ever whole, how far gradients are."""
     from xla_fsdp.xla.graph import lowered_hlo
-    from xla_fsdp.xla.host import settle
+    from xla_fsdp.xla.host import execute_pending
 
     def data(rank: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(6, FEATURES, generator=torch.Generator().manual_seed(rank))
@@ -584,7 +584,7 @@ def tied(rank: int) -> tuple[int, bool, dict[str, float]]:
     model, plain = make(TiedSignsNet), make(TiedSignsNet)
     model.tokens, model.head = fsdp(model.tokens, **BY_ROWS), fsdp(model.head, **BY_ROWS)
     model = fsdp(model, **BY_ROWS)
-    settle()
+    execute_pending()
     model(*to_device(*data(rank))).backward()
     text = lowered_hlo([param.grad for param in model.parameters()])
     torch.stack([plain(*data(each)) for each in range(RANKS)]).mean().backward()
@@ -629,12 +629,12 @@ def test_nothing_of_a_step_stays_alive() -> None:
 
 @scenarios.add
 def calls(rank: int) -> dict[str, Any]:
-    from xla_fsdp.xla.host import settle
+    from xla_fsdp.xla.host import execute_pending
     from xla_fsdp.xla.ops import is_pending
 
     model, plain = streamed(net()), make(net())
     numbers = usual(rank)
-    settle()
+    execute_pending()
     held = model(numbers)
     pending = [name for name, param in model.named_parameters() if is_pending(param)]
     seen: list[str] = []

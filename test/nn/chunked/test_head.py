@@ -387,14 +387,14 @@ def programs(rank: int) -> dict[Any, tuple[int, int, bool]]:
     """By number of pieces: collectives, loops, and whether anything is as large as the head or the
     logits. "kept" are 8 that backward does not gather."""
     from xla_fsdp.xla.graph import lowered_hlo
-    from xla_fsdp.xla.host import settle
+    from xla_fsdp.xla.host import execute_pending
 
     found = {}
     for pieces in (1, 2, 8, "kept"):
         kept = pieces == "kept"
         options = {"width": 128, "classes": 512, "bias": False, "pieces": 8 if kept else pieces}
         model = streamed(net(**options), reshard_after_forward=not kept)
-        settle()  # collectives wait for those before them, here
+        execute_pending()  # collectives wait for those before them, here
         model(*to_device(*batch(rank))).backward()
         text = lowered_hlo([param.grad for param in model.parameters()])
         moved = text.count(" all-gather(") + text.count(" reduce-scatter(")
@@ -441,12 +441,12 @@ def test_nothing_of_a_step_stays_alive() -> None:
 
 @scenarios.add
 def calls(rank: int) -> dict[str, Any]:
-    from xla_fsdp.xla.host import settle
+    from xla_fsdp.xla.host import execute_pending
     from xla_fsdp.xla.ops import is_pending
 
     model, plain = streamed(net()), make(net())
     x, y = to_device(*batch(rank))
-    settle()
+    execute_pending()
     held = model(x, y)
     pending = [name for name, param in model.named_parameters() if is_pending(param)]
     seen: list[str] = []

@@ -268,7 +268,7 @@ class RemoteStorage:
     def sweep(self, folder: str) -> None:
         """Nothing: a store has no locks. ``delete_folder`` deletes what is hidden, too."""
 
-    def settled(self, check: Callable[[], list[str]]) -> list[str]:
+    def lasting_problems(self, check: Callable[[], list[str]]) -> list[str]:
         for pause in self._patience.pauses():
             problems = check()
             if not problems:

@@ -99,7 +99,7 @@ class Storage(Protocol):
         """Delete what killed processes have left in a folder under hidden names, if it can be told
         that they do not live any more."""
 
-    def settled(self, check: Callable[[], list[str]]) -> list[str]:
+    def lasting_problems(self, check: Callable[[], list[str]]) -> list[str]:
         """Return the problems that ``check`` finds in a listing.
 
         A remote store may list a new file late, so it is asked again for some seconds.
@@ -255,7 +255,7 @@ class LocalStorage:
             folder = folder.parent
         return False
 
-    def settled(self, check: Callable[[], list[str]]) -> list[str]:
+    def lasting_problems(self, check: Callable[[], list[str]]) -> list[str]:
         return check()
 
 

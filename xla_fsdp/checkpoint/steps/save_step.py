@@ -596,7 +596,7 @@ class Save:
                 if found.get(file.name) != files[file.name].nbytes
             ]
 
-        raise_if(self._storage.settled(differences))
+        raise_if(self._storage.lasting_problems(differences))
 
     def _withdraw(self) -> None:
         if self._leads:

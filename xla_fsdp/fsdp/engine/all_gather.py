@@ -80,11 +80,11 @@ class AllGather:
                 first = [each for each in before if each.is_floating_point()][:1]
                 # Behind the barrier first: XLA would fuse what is added with the optimizer's step,
                 # and gather a shard only once its gradient has been reduced.
-                shards = ops.after_(before, [shard.detach().clone() for shard in shards])
-                shards, before = ops.once_computed(first, shards), ()
+                shards = ops.barrier_after_(before, [shard.detach().clone() for shard in shards])
+                shards, before = ops.with_data_dependency(first, shards), ()
             pairs = zip(self._params, shards, strict=True)
             rows = [param.packing.in_rows(shard) for param, shard in pairs]
-            packed = ops.after_(before, [bucket.pack(rows) for bucket in buckets])
+            packed = ops.barrier_after_(before, [bucket.pack(rows) for bucket in buckets])
             return dict(zip(buckets, packed, strict=True))
 
     def unshard(

@@ -269,7 +269,7 @@ class SavedParams:
         """Return the context manager to run the forward in."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def are_alone(self, *, active: bool) -> bool:
+    def no_other_saved_tensor_hooks(self, *, active: bool) -> bool:
         """Whether autograd saves tensors by these hooks alone now, or by none if they are not
         ``active``."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -297,7 +297,7 @@ class SavedParams:
             reshard.take(tensor, index, is_view=True)
         if dummies is not None:
             for tensor in (*self._unsharded, *(view for _, view in self._views)):
-                ops.let_go(tensor, dummies.like(tensor))
+                ops.free_keeping_aliases(tensor, dummies.like(tensor))
         self._unsharded.clear()
         self._views.clear()
         self._index.clear()

@@ -37,7 +37,7 @@ class UninitializedShard(ShardParameter):
         return _call_unsharded(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        self.settle()
+        self.finalize()
         return nn.Parameter.__deepcopy__(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ class UninitializedShard(ShardParameter):
         if id(self) in _opened.shards:
             _close(self)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Become a ``ShardParameter``, as the values are complete."""
         for shard, _ in list(_opened.shards.values()):
             _close(shard)

@@ -92,7 +92,7 @@ class StateLoading:
             return
         for shard in shards:
             # Without values it would have the shape of the full parameter, and torch compares.
-            shard.param.settle()
+            shard.param.finalize()
         load = _Load(shards, state, prefix, missing, errors)
         load.rename_upstream()
         load.complete_ties()

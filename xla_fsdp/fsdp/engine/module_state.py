@@ -24,7 +24,7 @@ from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
 from xla_fsdp.fsdp.engine.deferred import take_memory
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param_guards import in_forward
+from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.slots import drop_names
 from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
 from xla_fsdp.fsdp.engine.state import FSDPState
@@ -81,7 +81,7 @@ class FSDPModuleBase:
         forward_override = self._fsdp_module_state.forward_override
         if forward_override is not None and not in_transform():  # they know no loops
             refuse_dynamo()
-            with in_forward(False):
+            with package_code():
                 forward = self._fsdp_module_state.with_buffers(forward)
                 return forward_override.run(self._fsdp_unit, forward, args, kwargs)
         return self._fsdp_run_alone(forward, args, kwargs)
@@ -90,7 +90,7 @@ class FSDPModuleBase:
         """Run ``method`` without the ``ForwardOverride``, which only replaces ``forward``."""
         refuse_dynamo()
         state = self._fsdp_module_state
-        with in_forward(False):
+        with package_code():
             return state.unit.run(state.with_buffers(method), args, kwargs, part=state.part)
 
     def _fsdp_units(self) -> list[FSDPState]:
@@ -249,7 +249,7 @@ def _show_shards(module: nn.Module, *_: Any) -> None:
     unit.schedule.cleanup_failed_passes()
     unit.reshard()
     for param in unit.group.params:
-        param.settle()
+        param.finalize()
 
 
 def _translate(module: nn.Module, *load: Any) -> None:
@@ -277,7 +277,7 @@ def _finish_loading(module: nn.Module, report: Any) -> None:
                 take_memory(param, has_values=True)
 
 
-@in_forward(False)
+@package_code()
 def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:
     unit = cast(FSDPModuleLike, module)._fsdp_unit
     drop_names(state, prefix)

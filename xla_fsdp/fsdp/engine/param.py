@@ -106,14 +106,14 @@ class FSDPParam:
     @property
     def leaf(self) -> nn.Parameter:
         """The leaf parameter, for the optimizer."""
-        self.settle()
+        self.finalize()
         return self.slots.shard
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Turn a leaf that was waiting for values into a common shard."""
         leaf = self.slots.shard
         if getattr(type(leaf), "waits_for_values", False):
-            leaf.settle()  # type: ignore[attr-defined]
+            leaf.finalize()  # type: ignore[attr-defined]
 
     @property
     def shard(self) -> Tensor:

@@ -21,7 +21,7 @@ from xla_fsdp.fsdp.engine.all_gather import AllGather
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.packing import is_first
 from xla_fsdp.fsdp.engine.param import FSDPParam, remember
-from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward, reopen
+from xla_fsdp.fsdp.engine.param_guards import Reshard, package_code, reopen
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
 from xla_fsdp.fsdp.engine.registry import remember_group
 from xla_fsdp.fsdp.engine.schedule import GatherQueue, ScheduleLog
@@ -234,7 +234,7 @@ class FSDPParamGroup:
 
     # ------------------------------------------------------------ all-gather
 
-    @in_forward(False)  # a backward pass inside of a forward gathers, too
+    @package_code()  # a backward pass inside of a forward gathers, too
     def unshard(
         self,
         before: Sequence[Tensor],
@@ -257,7 +257,7 @@ class FSDPParamGroup:
         larger = self.gather.gather_larger(packed)
         return Unsharded(self.gather.unshard_larger(larger), larger)
 
-    @in_forward(False)
+    @package_code()
     def unshard_again(
         self, before: Sequence[Tensor], post_forward_shards: Sequence[Tensor]
     ) -> list[Tensor]:
@@ -266,7 +266,7 @@ class FSDPParamGroup:
         if not post_forward_shards:
             return self.gather.unshard(self.gather.pack(before, again=True))
         own = [tensor.detach().clone() for tensor in post_forward_shards]
-        return self.gather.unshard_larger(ops.after_(before, own))
+        return self.gather.unshard_larger(ops.barrier_after_(before, own))
 
     def copies(self) -> list[Tensor]:
         """Return copies of the parameters that the modules hold."""

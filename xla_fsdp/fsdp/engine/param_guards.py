@@ -165,20 +165,24 @@ _thread = _Thread()
 
 
 @contextmanager
-def in_forward(runs: bool) -> Iterator[None]:
-    """Say whether the block runs the forward of a user's module, or code of this package, which may
-    compute with shards."""
-    before, _thread.runs = _thread.runs, Code.FORWARD if runs else Code.PACKAGE
+def _running(code: Code) -> Iterator[None]:
+    before, _thread.runs = _thread.runs, code
     try:
         yield
     finally:
         _thread.runs = before
 
 
+package_code = functools.partial(_running, Code.PACKAGE)
+"""``with package_code():`` runs this package's code, which may compute with shards."""
+forward_code = functools.partial(_running, Code.FORWARD)
+"""``with forward_code():`` runs the forward of a user's module."""
+
+
 @contextmanager
 def with_shards() -> Iterator[None]:
     """Let the block compute with shards, except in the forward of a user's module."""
-    with in_forward(_thread.runs is Code.FORWARD):
+    with _running(Code.FORWARD if _thread.runs is Code.FORWARD else Code.PACKAGE):
         yield
 
 

@@ -68,7 +68,7 @@ def owners_of_grads(grads: Sequence[Tensor]) -> list[Tensor]:
     return [owners.get(id(grad), grad) for grad in grads]
 
 
-def remember_shown(unsharded: Iterable[Tensor]) -> None:
+def register_unsharded_views(unsharded: Iterable[Tensor]) -> None:
     """Register unsharded parameters that ``parameters()`` returns in place of shards."""
     for tensor in unsharded:
         _unsharded[tensor] = True

@@ -2,9 +2,9 @@
 
 Nothing runs here. torch_xla records operations, and XLA orders what it compiles by data alone. What
 a verb of ``Schedule`` returns is to be computed first: the caller puts it and what it gathers
-behind one barrier (``ops.after_``). The TPU compiler drops barriers before it schedules, so what
-must hold until then gets a data dependency as well (``ops.once_computed``). ``docs/decisions``
-has the measurements.
+behind one barrier (``ops.barrier_after_``). The TPU compiler drops barriers before it schedules, so
+what must hold until then gets a data dependency as well (``ops.with_data_dependency``).
+``docs/decisions`` has the measurements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from xla_fsdp.distributed.collectives import Collectives, Meanwhile, RingCollectives
-from xla_fsdp.fsdp.engine.param_guards import Dummies, in_forward
+from xla_fsdp.fsdp.engine.param_guards import Dummies, forward_code
 from xla_fsdp.xla import ops
 
 
@@ -55,7 +55,7 @@ class GatherQueue:
 
     def gather(self, gather: Callable[[Tensor], Tensor], sent: Tensor) -> Tensor:
         """Return ``gather(sent)``, after the gather before it."""
-        gathered = gather(ops.after_(self._gathered, [sent.clone()])[0])
+        gathered = gather(ops.barrier_after_(self._gathered, [sent.clone()])[0])
         self._gathered = [gathered]
         return gathered
 
@@ -84,7 +84,7 @@ def running(unit: Unit, queue: GatherQueue | None = None) -> Iterator[None]:
     forward = unit, queue
     _running.forwards.append(forward)
     try:
-        with in_forward(True):
+        with forward_code():
             yield
     finally:
         _running.forwards.remove(forward)
@@ -218,7 +218,7 @@ class Schedule:
         all but those of the unit before it."""
         before, self._in_rings_before = self._in_rings_before, []
         # Not by a barrier, which the compiler drops before it schedules.
-        ready = iter(ops.once_computed(before, [grad for grad in grads if grad is not None]))
+        ready = iter(ops.with_data_dependency(before, [grad for grad in grads if grad is not None]))
         return [None if grad is None else next(ready) for grad in grads]
 
     def collectives_for(self, own: Collectives, *, of_root: bool) -> Collectives:

@@ -22,9 +22,9 @@ from xla_fsdp.fsdp.engine.param_guards import (
     COUNTS,
     GuardedShard,
     Reads,
-    in_forward,
     mixes_elements,
     name_of,
+    package_code,
     read_by,
     without_values,
 )
@@ -168,7 +168,7 @@ class ShardView:
         return _as_tensor(self)
 
     @torch.no_grad()
-    @in_forward(False)
+    @package_code()
     def full_tensor(self) -> Tensor:
         """Return the unsharded, global tensor on the device. Every rank must call it. It is
         computed at once, so that ranks may go on with different programs."""

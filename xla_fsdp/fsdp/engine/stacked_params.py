@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param import FSDPParam, remember
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.param_guards import held_bytes, held_shape, in_forward
+from xla_fsdp.fsdp.engine.param_guards import held_bytes, held_shape, package_code
 from xla_fsdp.fsdp.engine.registry import remember_group
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like
 from xla_fsdp.fsdp.engine.slots import StackPart
@@ -53,7 +53,7 @@ class ShardStack(ShardParameter):
         )
 
     @torch.no_grad()
-    @in_forward(False)
+    @package_code()
     def full_tensor(self) -> Tensor:
         """Return the unsharded, global parameters as a stack, on the device."""
         full = torch.stack([gather_like(self, each) for each in self.detach().unbind()])

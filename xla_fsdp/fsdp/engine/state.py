@@ -44,9 +44,9 @@ from xla_fsdp.fsdp.engine.autograd import (
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.param_guards import Reshard, in_forward
+from xla_fsdp.fsdp.engine.param_guards import Reshard, forward_code, package_code
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
-from xla_fsdp.fsdp.engine.registry import remember_shown
+from xla_fsdp.fsdp.engine.registry import register_unsharded_views
 from xla_fsdp.fsdp.engine.schedule import (
     GatherQueue,
     Schedule,
@@ -245,7 +245,7 @@ class FSDPState:
         elif action is Action.DROP:
             self.group.take_prefetched()
         if state is UnitState.UNSHARDED:
-            remember_shown(self.group.unsharded)
+            register_unsharded_views(self.group.unsharded)
         self.state = state
 
     def end_pass(self) -> None:
@@ -292,14 +292,14 @@ class FSDPState:
 
     # ------------------------------------------------------------ at the user's request
 
-    @in_forward(False)
+    @package_code()
     def prefetch(self, before: Sequence[Tensor] = ()) -> None:
         """Gather the parameters for the next forward or backward, once ``before`` are computed."""
         self.group.prefetch(
             before, again=current_pass() != -1, larger=self.settings.keeps_larger_shards
         )
 
-    @in_forward(False)
+    @package_code()
     def unshard(self) -> None:
         """Let the modules hold unsharded parameters until the next forward, backward or
         ``reshard``. Gradients of results computed with them reach the shards."""
@@ -344,7 +344,7 @@ class FSDPState:
         self.reshard()
         self._on(Event.LOOP_BODY, unsharded)
         try:
-            with in_forward(True):
+            with forward_code():
                 yield
         finally:
             self._on(Event.FORWARD_DONE)
@@ -368,7 +368,7 @@ class FSDPState:
             RuntimeError: inside ``summoned``, or if a parameter is on the meta device.
         """
         if self._is_running(part):  # the module calls itself
-            with in_forward(True):
+            with forward_code():
                 return forward(*args, **kwargs)
         self.refuse_run()
         if in_transform():
@@ -588,7 +588,7 @@ class FSDPState:
         group.to_unsharded(unsharded, versions=versions)
         self._recomputing.add(part)
         try:
-            with in_forward(True), saved.hooks() if call.reshards else nullcontext():
+            with forward_code(), saved.hooks() if call.reshards else nullcontext():
                 outputs = forward()
         finally:
             self._recomputing.discard(part)

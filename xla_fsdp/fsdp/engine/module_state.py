@@ -182,7 +182,7 @@ def reshard_units(module: nn.Module) -> None:
         RuntimeError: if others are in use.
     """
     for unit in units_in(module):
-        unit.schedule.cleanup_failed_passes()
+        unit.cleanup_failed_passes()
         unit.reshard()
         if unit.state is not UnitState.SHARDED:
             raise RuntimeError(
@@ -246,7 +246,7 @@ def refuse_dynamo() -> None:
 
 def _show_shards(module: nn.Module, *_: Any) -> None:
     unit = cast(FSDPModuleLike, module)._fsdp_unit
-    unit.schedule.cleanup_failed_passes()
+    unit.cleanup_failed_passes()
     unit.reshard()
     for param in unit.group.params:
         param.finalize()

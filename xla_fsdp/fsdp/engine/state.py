@@ -162,7 +162,6 @@ class FSDPState:
     Attributes:
         state: what the modules hold.
         settings: options that may change between steps.
-        schedule: shared with the other units of the model after ``join``.
         at_forward: called with the unit, the call and its saved parameters when a forward begins.
         loops: traced for the unit.
     """
@@ -181,7 +180,7 @@ class FSDPState:
             keeps_larger=group.smaller is not None,
             keeps_on_root=config.disable_reshard_on_root,
         )
-        self.schedule = Schedule(device, sync_on_end=config.sync_on_finalization)
+        self._schedule: Schedule | None = None
         self.state = UnitState.SHARDED
         self._forward: ForwardPass | None = None
         self._recomputing: set[int] = set()  # numbers of modules whose forward is recomputed
@@ -192,11 +191,24 @@ class FSDPState:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.group.log.unit}: {self.state.name}, {self.group!r})"
 
+    @property
+    def schedule(self) -> Schedule:
+        """Shared with the other units of the model after ``join``."""
+        if self._schedule is None:  # not in the constructor: most units get that of their root
+            sync_on_end = self.config.sync_on_finalization
+            self._schedule = Schedule(self.device, sync_on_end=sync_on_end)
+        return self._schedule
+
+    def cleanup_failed_passes(self) -> None:
+        """Clean up after passes of the model that raised. Does nothing inside a backward pass."""
+        if self._schedule is not None:
+            self._schedule.cleanup_failed_passes()
+
     def join(self, root: FSDPState) -> None:
         """Share the schedule of ``root``, a unit around this one."""
         self.settings.is_root = False
-        self.schedule = root.schedule
-        self.schedule.has_units = True
+        self._schedule = root.schedule
+        self._schedule.has_units = True
 
     def replay_facts(self) -> tuple[Any, ...]:
         """Return what a traced step depends on besides tensors. Who adds a field that changes what
@@ -303,7 +315,7 @@ class FSDPState:
     def unshard(self) -> None:
         """Let the modules hold unsharded parameters until the next forward, backward or
         ``reshard``. Gradients of results computed with them reach the shards."""
-        self.schedule.cleanup_failed_passes()
+        self.cleanup_failed_passes()
         if self.state is UnitState.SHARDED and self.group.params:
             self.prefetch()
             found = self.group.take_prefetched()
@@ -322,7 +334,7 @@ class FSDPState:
         Raises:
             RuntimeError: during forward, backward, or another ``summoned`` block.
         """
-        self.schedule.cleanup_failed_passes()
+        self.cleanup_failed_passes()
         self.reshard()
         if self.state is not UnitState.SHARDED:
             raise RuntimeError(
@@ -435,7 +447,7 @@ class FSDPState:
         if self._forward is not None and part in self._forward.done:
             self._on(Event.FORWARD_DONE)
         if self._forward is None:
-            self.schedule.cleanup_failed_passes()
+            self.cleanup_failed_passes()
         recomputed = current_pass() != -1
         if self._forward is not None and not recomputed:
             return self._forward.call
@@ -486,7 +498,7 @@ class FSDPState:
                 "their state per process, and CPU ranks are threads of one: they would mix their "
                 "tangents. Use jacrev, jacrev(jacrev(f)), one CPU rank, or TPU"
             )
-        self.schedule.cleanup_failed_passes()
+        self.cleanup_failed_passes()
         gathers = self.state in NEEDS_GATHER
         if gathers:
             with outside_transforms():

@@ -97,14 +97,13 @@ class Group:
 def unit(monkeypatch: pytest.MonkeyPatch) -> Any:
     skip_without_torch_xla()
     monkeypatch.setenv("XLA_FSDP_CHECK", "1")
-    from xla_fsdp.fsdp.engine import state
+    from xla_fsdp.fsdp.engine import schedule, state
     from xla_fsdp.fsdp.engine.config import FSDPConfig
 
     group: Any = Group()
-    with mock.patch.object(state, "Dummies"):
-        group.params = ()
+    with mock.patch.object(schedule, "Dummies"):
         made = state.FSDPState(group, FSDPConfig(), torch.device("cpu"))
-        group.params = Group.params
+        assert made.schedule is made.schedule
     return made
 
 

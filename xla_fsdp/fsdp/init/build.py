@@ -146,6 +146,11 @@ def build_unit(
     ]
 
 
+_building = threading.RLock()
+"""Ranks on CPU are threads. Those that build at once lose the interpreter's lock to each other at
+every operation, which takes them twice the time."""
+
+
 @contextlib.contextmanager
 def sharding(
     managed: ManagedModules, config: FSDPConfig, communication: Communication
@@ -158,8 +163,10 @@ def sharding(
     pending = any(ops.is_pending(param) for param in params)
     on_device: list[weakref.ref[Tensor]] = [weakref.ref(param) for param in params]
     del params
-    compare = note_values(managed, communication)
-    yield
+    # Not where something may wait for other ranks: all is on the host.
+    with contextlib.nullcontext() if on_device or managed.on_meta else _building:
+        compare = note_values(managed, communication)
+        yield
     if config.execute_sharding_on_init:
         # In a reference cycle one would stay alive. Not always: to collect takes half a second.
         if any(ops.referent(each) is not None for each in on_device):

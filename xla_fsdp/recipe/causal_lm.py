@@ -104,9 +104,6 @@ class _Unread:
     def __bool__(self) -> bool:
         raise MisusedLossError
 
-    def __deepcopy__(self, memo: Any) -> _Unread:
-        return self
-
 
 def _keywords_of(signature: inspect.Signature) -> str:
     """Return the name of the parameter for all other keywords, such as "kwargs"."""

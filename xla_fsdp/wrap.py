@@ -65,9 +65,11 @@ class Ignored:
 
 
 def _of_type(kind: Any, given: Iterable[Any] | None, option: str) -> list[Any]:
+    if given is None:
+        return []
     if isinstance(given, nn.Module | nn.Parameter):
         raise TypeError(f"{option} is one {type(given).__name__}; put it into a list")
-    found = [] if given is None else list(given)
+    found = list(given)
     for each in found:
         if not isinstance(each, kind):
             raise TypeError(

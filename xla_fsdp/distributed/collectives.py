@@ -12,10 +12,11 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -553,6 +554,9 @@ def _as_integers(tensor: Tensor) -> Tensor:
 # ---------------------------------------------------------------- the ranks of an FSDP module
 
 
+_NO_REPLICAS = LocalCollectives()
+
+
 @dataclass(frozen=True)
 class Communication:
     """Collectives of an FSDP module.
@@ -567,7 +571,7 @@ class Communication:
 
     shards: Collectives
     everyone: Collectives
-    replicas: Collectives = field(default_factory=LocalCollectives)
+    replicas: Collectives = _NO_REPLICAS
     groups: Groups | None = None
     covers_all: bool = True
 
@@ -602,7 +606,16 @@ def communication_for(
 
 def all_ranks() -> Collectives:
     """Return collectives over all ranks of the job."""
-    return _over(None, ops.rank(), ops.world_size())
+    known = _of_all_ranks.setdefault(ops.runtime(), {})
+    rank, size = ops.rank(), ops.world_size()
+    if (rank, size) not in known:
+        known[rank, size] = _over(None, rank, size)
+    return known[rank, size]
+
+
+_of_all_ranks: WeakKeyDictionary[ops.RankRuntime, dict[tuple[int, int], Collectives]]
+_of_all_ranks = WeakKeyDictionary()
+"""By rank and number of ranks. Units share them: a pod's coordinates are read once."""
 
 
 def _refuse_lone_processes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -125,6 +126,12 @@ class ShardPacking:
         if not width or width % LANES or size % (width * ROWS) or size < LARGE:
             return (size,)
         return (size // width, width)
+
+
+@lru_cache(maxsize=4096)
+def packing_of(shapes: tuple[torch.Size, ...], layout: ShardLayout, dim: int = 0) -> ShardPacking:
+    """Return the packing for these arguments, which parameters of equal shapes share."""
+    return ShardPacking(shapes, layout, dim)
 
 
 def own_part(tensor: Tensor, placement: TensorPlacement | None) -> Tensor:

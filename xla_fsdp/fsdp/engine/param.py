@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.distributed.shard_layout import ShardLayout
-from xla_fsdp.fsdp.engine.packing import ShardPacking, cut_shard
+from xla_fsdp.fsdp.engine.packing import cut_shard, packing_of
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.slots import ModuleAttr, OriginalParam, ParamSlots, name_in_state_dicts
 from xla_fsdp.xla import ops
@@ -66,12 +66,12 @@ class FSDPParam:
         _made.count += 1
         self._fact = f"{key} (sharded parameter {_made.count})" if everywhere else ""
         self.originals = tuple(originals)
-        self.packing = ShardPacking([original.shape for original in originals], layout, dim)
+        self.packing = packing_of(tuple(original.shape for original in originals), layout, dim)
         self.compute_dtype = compute_dtype
         self.slots = slots or ParamSlots(shard, registered=home is None)
         self.slots.users += 1
         self._home = home
-        self._unsharded: list[Tensor] = []
+        self._unsharded: Sequence[Tensor] = ()
         if home is not None:
             home.register_parameter(key, shard)
             for original in originals:
@@ -217,7 +217,7 @@ class FSDPParam:
 
     def to_sharded(self) -> None:
         """Point the modules back at the leaf; for a flat shard, remove the originals from them."""
-        unsharded, self._unsharded = self._unsharded, []
+        unsharded, self._unsharded = self._unsharded, ()
         for original, tensor in zip(self.originals, unsharded, strict=True):
             for owner in original.owners:
                 self.slots.hide(owner, tensor)

@@ -91,15 +91,15 @@ class FSDPParamGroup:
         self.log = ScheduleLog()
         self.gather = AllGather(self.params, collectives, smaller, config, self.log)
         self.reduction = ReduceScatter(self.params, collectives, self.replicas, config, self.log)
-        self.unsharded: list[Tensor] = []
-        self.unsharded_versions: list[int] = []
+        self.unsharded: Sequence[Tensor] = ()
+        self.unsharded_versions: Sequence[int] = ()
         self.all_reduces = True
         self.stepper: Stepper | None = None
         self.at_unshard: list[Callable[[FSDPParamGroup], None]] = []
         self._mesh = config.mesh
         self._revokes = False  # whether ``unsharded`` become ``ReshardedParam``s
         self._prefetched: Unsharded | None = None
-        self._prefetched_versions: list[int] = []
+        self._prefetched_versions: Sequence[int] = ()
         self._unreduced: dict[int, Tensor] = {}  # unsharded gradients, by original parameter
         self._not_all_reduced: ReducedBuckets = {}  # reduce-scattered, not summed over replicas
         for param in self.params:
@@ -189,7 +189,7 @@ class FSDPParamGroup:
         self,
         unsharded: Sequence[Tensor],
         *,
-        versions: list[int] | None = None,
+        versions: Sequence[int] | None = None,
         idle: bool = False,
         revokes: bool = True,
     ) -> None:
@@ -230,7 +230,7 @@ class FSDPParamGroup:
             param.to_sharded()
         if self._revokes:
             Reshard(self, self.unsharded_versions, freed=False).take_all(self.unsharded)
-        self.unsharded = []
+        self.unsharded = ()
 
     # ------------------------------------------------------------ all-gather
 

@@ -216,7 +216,7 @@ class GuardedShard:
 class Group(Protocol):
     """The part of ``FSDPParamGroup`` used here."""
 
-    unsharded: list[Tensor]
+    unsharded: Sequence[Tensor]
 
     @property
     def versions(self) -> list[int]: ...
@@ -260,7 +260,7 @@ class Reshard:
         freed: whether the parameters have lost their values.
     """
 
-    def __init__(self, group: Group, versions: list[int], *, freed: bool) -> None:
+    def __init__(self, group: Group, versions: Sequence[int], *, freed: bool) -> None:
         self._group = weakref.ref(group)
         self._versions = versions
         self._freed = freed

@@ -224,7 +224,7 @@ class FSDPState:
     # ------------------------------------------------------------ what the modules hold
 
     def _on(
-        self, event: Event, unsharded: Sequence[Tensor] = (), versions: list[int] | None = None
+        self, event: Event, unsharded: Sequence[Tensor] = (), versions: Sequence[int] | None = None
     ) -> None:
         """Do what ``TRANSITIONS`` says.
 
@@ -652,7 +652,7 @@ class FSDPState:
             _prefetch(settings.backward_prefetch, before, in_backward=True)
         return self._tie_grads(self.schedule.after_rings(grads))
 
-    def unsharded_for_saved(self, call: ForwardCall) -> list[Tensor]:
+    def unsharded_for_saved(self, call: ForwardCall) -> Sequence[Tensor]:
         """Return the unsharded parameters in backward. Gathers them if no ``PreBackward`` node has
         run yet: backward may begin at a tensor inside the module, such as a loss stored on it.
 

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -351,7 +351,7 @@ class _Sharder:
         """Make one shard of the parameters in ``parts``, joined end to end if there are several."""
         tensors, originals = [tensor for tensor, _ in parts], [original for _, original in parts]
         dim = self.dims.get(id(tensors[0]))
-        layout, row_shape = self._layout([original.shape for original in originals], dim)
+        layout, row_shape = self._layout(tuple(original.shape for original in originals), dim)
         rank = self.communication.shards.rank
         shard = make_shard(tensors, layout, rank, self.device, row_shape, dim or 0)
         home = self.home if self.config.flatten_parameters else None
@@ -373,7 +373,7 @@ class _Sharder:
     def adopt(self, theirs: FSDPParam, tensor: Tensor, original: OriginalParam) -> FSDPParam:
         """Return a parameter with the shard that another unit has made of the same tensor."""
         dim = self.dims.get(id(tensor), theirs.packing.dim or None)
-        layout, _ = self._layout([original.shape], dim)
+        layout, _ = self._layout((original.shape,), dim)
         name = original.names[0]
         if theirs.is_flat or self.config.flatten_parameters:
             raise ValueError(
@@ -422,22 +422,31 @@ class _Sharder:
         return statistics or self.config.compute_dtype
 
     def _layout(
-        self, shapes: Sequence[torch.Size], asked: int | None
+        self, shapes: tuple[torch.Size, ...], asked: int | None
     ) -> tuple[ShardLayout, Sequence[int]]:
-        """Return the layout of one shard of these originals along the dim that is asked for, and
-        the shape of its rows, or () for a shard [n]."""
-        size = (sum(shape.numel() for shape in shapes),)
         num_shards = self.communication.shards.num_shards
-        flat = self.config.flatten_parameters
-        dim = asked or 0
-        by_rows = self.config.shard_param_on_dim_0 and not flat
-        if asked is None and len(shapes) == 1 and has_few_rows(shapes[0], num_shards):
-            by_rows = False
-        row_shape = torch.Size([*shapes[0][:dim], *shapes[0][dim + 1 :]])
-        if (by_rows or dim) and len(shapes[0]) > 0 and row_shape.numel() > 0:
-            return ShardLayout(size, num_shards, row_shape.numel()), row_shape
-        multiple = LANES if flat else shard_multiple(shapes[0], num_shards)
-        return ShardLayout(size, num_shards, multiple), ()
+        config = self.config
+        return _layout(
+            shapes, num_shards, asked, config.flatten_parameters, config.shard_param_on_dim_0
+        )
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    shapes: tuple[torch.Size, ...], num_shards: int, asked: int | None, flat: bool, on_dim_0: bool
+) -> tuple[ShardLayout, Sequence[int]]:
+    """Return the layout of one shard of these originals along the dim that is asked for, and the
+    shape of its rows, or () for a shard [n]."""
+    size = (sum(shape.numel() for shape in shapes),)
+    dim = asked or 0
+    by_rows = on_dim_0 and not flat
+    if asked is None and len(shapes) == 1 and has_few_rows(shapes[0], num_shards):
+        by_rows = False
+    row_shape = torch.Size([*shapes[0][:dim], *shapes[0][dim + 1 :]])
+    if (by_rows or dim) and len(shapes[0]) > 0 and row_shape.numel() > 0:
+        return ShardLayout(size, num_shards, row_shape.numel()), row_shape
+    multiple = LANES if flat else shard_multiple(shapes[0], num_shards)
+    return ShardLayout(size, num_shards, multiple), ()
 
 
 def _originals(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:

@@ -81,10 +81,10 @@ def _checksums(managed: ManagedModules) -> _Checksums:
 
 
 def _of_host_tensor(tensor: Tensor) -> int:
-    flat = tensor.reshape(-1)
-    if flat.numel() > 2 * CHECKED_VALUES:
-        flat = torch.cat([flat[:CHECKED_VALUES], flat[-CHECKED_VALUES:]])
-    return zlib.crc32(flat.contiguous().view(torch.uint8).numpy().data) - 2**31
+    if tensor.numel() > 2 * CHECKED_VALUES or not tensor.dim():
+        flat = tensor.reshape(-1)
+        tensor = torch.cat([flat[:CHECKED_VALUES], flat[-CHECKED_VALUES:]])
+    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data) - 2**31
 
 
 def _of_device_tensor(tensor: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ TAKE_ALL = {
     "preflight/search/trials.py _compile": 1,
     "preflight/search/trials.py trace": 1,
     "recipe/causal_lm.py why_not_streamed": 1,
+    "scan/automatic.py run": 1,
 }
 
 

@@ -1523,3 +1523,224 @@ def test_later_steps_compile_and_keep_nothing_new() -> None:
     found = result("steady")
     assert found["compilations"][1] == found["compilations"][-1]
     assert found["alive"][1] == found["alive"][-1]
+
+
+# ---------------------------------------------------------------- loops that come by themselves
+
+
+def with_mask(blocks: Any, x: Tensor) -> Tensor:
+    mask = torch.ones(1, device=x.device)
+    for block in blocks:
+        x = block(x, mask)
+    return x
+
+
+def changing_mask(blocks: Any, x: Tensor) -> Tensor:
+    mask = torch.ones(1, device=x.device)
+    for block in blocks:
+        x = block(x, mask)
+        mask.add_(1)
+    return x
+
+
+def telling(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+        with torch.no_grad():
+            block.latest_mean = x.mean()
+    return x
+
+
+def calling_a_function(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = _ScaledGradient.apply(block(x), 2.0)
+    return x
+
+
+def under_other_modes(blocks: Any, x: Tensor) -> Tensor:
+    for number, block in enumerate(blocks):
+        with torch.autocast("xla", dtype=torch.bfloat16, enabled=number == 1):
+            x = block(x)
+    return x.float()
+
+
+def asking_for_graphs(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+        x = x * (2 if x.requires_grad else 3)
+    return x
+
+
+def failing(blocks: Any, x: Tensor) -> Tensor:
+    for block in list(blocks)[:2]:
+        x = block(x)
+    raise KeyError("of the forward")
+
+
+def twice_each(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(block(x))
+    return x
+
+
+class Multiplying(Block):
+    """Computes with what it is given."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return super().forward(x) * (others[0] if others else 1)
+
+
+class Counting(Block):
+    """Counts in a container of its own, how often it was called."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        self.factors["calls"] = [*self.factors.get("calls", []), 1.0]
+        return super().forward(x)
+
+
+def recomputed(model: Any) -> None:
+    from xla_fsdp import checkpoint_module
+
+    for block in model.blocks:
+        checkpoint_module(block)
+
+
+def freeze_first(model: Any) -> None:
+    model.blocks[0].requires_grad_(False)
+
+
+def share_layer(model: Any) -> None:
+    for block in model.blocks[1:]:
+        block.lin.weight = model.blocks[0].lin.weight
+
+
+def other_buffer(model: Any) -> None:
+    model.blocks[1].shift += 0.5
+
+
+def drop_some(model: Any) -> None:
+    for block in model.blocks:
+        block.drop.p = 0.5
+
+
+BY_THEMSELVES: dict[str, tuple[Any, Any, Any]] = {  # by name: loop, block, change
+    **{loop.__name__: (loop, Multiplying, None) for loop in (
+        more, skipping_one, second_of, keeping_one, too_few, skip, last_first, other_input,
+        other_mask, with_mask, with_cache, changing_mask, telling, calling_a_function,
+        under_other_modes, asking_for_graphs, failing, twice_each,
+    )},
+    **{block.__name__: (None, block, None) for block in (
+        Block, Normalized, InPlace, Pair, Averaging, Numbering, Unfolding, Gamma, Distances,
+        Leaving, Hooking, Noting, Branching, Skipping, Counting, Closing,
+    )},
+    **{change.__name__: (None, Block, change) for change in (
+        add_hook, freeze_first, share_layer, other_buffer, set_factors, set_scales,
+    )},
+    "Collecting": (with_list, Collecting, None),
+    "Deciding": (None, Deciding, set_scales),
+    "Reversing": (None, Reversing, set_factors),
+    "Stopping": (None, Stopping, set_scales),
+}  # fmt: skip
+QUICK_BY_THEMSELVES = {
+    "with_mask", "more", "keeping_one", "second_of", "skip", "changing_mask", "telling",
+    "calling_a_function", "Block", "Counting", "Leaving", "Distances", "Reversing", "freeze_first",
+    "failing", "twice_each",
+}  # fmt: skip
+
+
+def _trained(model: Any, loop: Any) -> tuple[list[Any], str, list[Any]]:
+    """Losses and gradients of two steps, or the error; why blocks run one by one; their state."""
+    import torch_xla
+
+    from xla_fsdp.fsdp.explain import lines_of
+
+    found: list[Any] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def trained(seed: int) -> None:
+        loss = step(model, optimizer, seed, **({} if loop is None else {"loop": loop}))
+        grads = [(name, param.grad) for name, param in model.named_parameters()]
+        found.append([loss.item(), *((n, None if g is None else g.cpu()) for n, g in grads)])
+
+    for seed in (1, 2):
+        said = message(partial(trained, seed))
+        torch_xla.sync()
+        if said:
+            found.append(said)
+    state = [(block.scale, block.factors.get("calls")) for block in model.blocks]
+    return found, lines_of(model)[-1], state
+
+
+def _both_ways(names: set[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        loop, block, change = BY_THEMSELVES[name]
+
+        def build(model: Any, change: Any = change) -> None:
+            recomputed(model)
+            if change is not None:
+                change(model)
+
+        found[name] = [
+            _trained(wrapped(build, block, scan_layers=how), loop) for how in (False, "auto")
+        ]
+    return found
+
+
+@scenarios.add
+def by_themselves(rank: int) -> dict[str, Any]:
+    return _both_ways(QUICK_BY_THEMSELVES)
+
+
+@scenarios.add
+def others_by_themselves(rank: int) -> dict[str, Any]:
+    return _both_ways(BY_THEMSELVES.keys() - QUICK_BY_THEMSELVES)
+
+
+def _check_both_ways(plain: Any, found: Any) -> None:
+    assert len(found[0]) == len(plain[0])
+    for one, other in zip(plain[0], found[0], strict=True):
+        if isinstance(one, str) or isinstance(other, str):
+            assert one == other
+            continue
+        torch.testing.assert_close(other[0], one[0], rtol=1e-5, atol=1e-6)
+        for (name, grad), (_, its) in zip(one[1:], other[1:], strict=True):
+            torch.testing.assert_close(its, grad, rtol=1e-5, atol=1e-6, msg=name)
+    assert found[2] == plain[2]
+
+
+@pytest.mark.parametrize("name", sorted(QUICK_BY_THEMSELVES - {"calling_a_function"}))
+def test_what_cannot_be_a_loop_runs_one_by_one(name: str) -> None:
+    _check_both_ways(*result("by_themselves")[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(BY_THEMSELVES.keys() - QUICK_BY_THEMSELVES))
+def test_what_cannot_be_a_loop_runs_one_by_one_in_full(name: str) -> None:
+    _check_both_ways(*result("others_by_themselves")[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Block", "blocks: 3 of 3 run as a loop."),
+        ("with_mask", "blocks: 3 of 3 run as a loop."),
+        ("more", "no loop, as the forward uses the output of block 0"),
+        ("keeping_one", "no loop, as the forward uses the output of block 1"),
+        ("second_of", "no loop, as the forward keeps the output of block 0"),
+        ("skip", "no loop, as block 1 was left out, or another called twice"),
+        ("changing_mask", "no loop, as what its blocks are given is changed in place"),
+        ("Counting", "no loop, as a scanned block changes a list, a dict or an object"),
+        ("Distances", "no loop, as "),
+        ("Reversing", "no loop, as blocks 1 to 1 of a loop have other gradients"),
+        ("freeze_first", "no loop, as other parameters are trained in block 1 than in block 0"),
+    ],
+)
+def test_explain_tells_why_blocks_run_one_by_one(name: str, said: str) -> None:
+    assert said in result("by_themselves")[name][1][1]
+
+
+def test_a_function_that_a_loop_would_hide_from_autograd_is_refused() -> None:
+    said = result("by_themselves")["calling_a_function"][1][0][0]
+    assert "an autograd.Function was called with the output of block 0" in said
+    assert "scan_layers=False" in said

@@ -20,6 +20,7 @@ from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_fsdp_modules
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.unit_names import joined
 from xla_fsdp.scan.api import holds_blocks
+from xla_fsdp.scan.automatic import AutomaticScan, why_one_by_one
 from xla_fsdp.scan.block_scan import BlockScan
 from xla_fsdp.scan.checks import are_stacked, find_problems, plan_of
 
@@ -154,7 +155,13 @@ def _loops(model: nn.Module) -> Iterator[str]:
         scanned = [
             isinstance(each._fsdp_module_state.forward_override, BlockScan) for each in blocks
         ]
-        if any(scanned):
+        overrides = [each._fsdp_module_state.forward_override for each in blocks]
+        in_loop = [block for block, own in zip(blocks, scanned, strict=True) if own]
+        if any(isinstance(each, AutomaticScan) for each in overrides) and (
+            why := why_one_by_one(in_loop)
+        ):
+            yield f"{name}: no loop, as {why.rstrip('.')}."
+        elif any(scanned):
             stacked = ", stacked" if are_stacked([blocks[scanned.index(True)]._fsdp_unit]) else ""
             yield f"{name}: {sum(scanned)} of {len(blocks)} run as a loop{stacked}."
         elif problems := find_problems(blocks, plan_of(blocks), stacked=False):

@@ -266,7 +266,8 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         ignored_states: modules or parameters, in place of the two options above.
         scan_layers: run containers of identical units as one loop each: True for all containers
             that hold two or more units and nothing else, or names of containers. ``scan_blocks``
-            does the same with more options, such as offloading of activations.
+            does the same with more options, such as offloading of activations. "auto" for those of
+            units that are recomputed, in the forwards that allow it; all others run one by one.
         scan_stacked: store the parameters of scanned blocks as stacks [num_blocks, ...], as
             ``stacked`` of ``scan_blocks``.
         torch_options: ``mesh``, and the options of torch's own FSDP under its names: see
@@ -345,7 +346,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
                 "nothing is sharded",
                 stacklevel=2,
             )
-        if scan_stacked and not scan_layers:
+        if scan_stacked and scan_layers in (False, "auto"):
             raise ValueError("scan_stacked says how scan_layers run; give scan_layers=True, too")
         if auto_wrap_policy is None and auto_wrapper_callable is not None:
             warnings.warn("auto_wrapper_callable is ignored without auto_wrap_policy", stacklevel=2)

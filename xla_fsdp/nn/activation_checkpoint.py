@@ -62,9 +62,9 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"checkpoint_module takes an nn.Module, got {type(module).__name__}")
-    original = _unbound_forward(module)
-    if getattr(original, "is_checkpointed", False):
+    if is_checkpointed(module):
         return module
+    original = _unbound_forward(module)
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -79,9 +79,15 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether ``checkpoint_module`` has replaced the forward of ``module``."""
+    return getattr(module.forward, "is_checkpointed", False)
+
+
 class _Mode(threading.local):
     def __init__(self) -> None:
         self.saves_activations = False
+        self.regions = 0  # whose forward runs in this thread
 
 
 _mode = _Mode()
@@ -95,6 +101,11 @@ def regions_run_once() -> Iterator[None]:
         yield
     finally:
         _mode.saves_activations = before
+
+
+def in_region() -> bool:
+    """Return whether the calling thread is in a checkpointed forward, for the first time."""
+    return _mode.regions > 0
 
 
 def checkpoint_wrapper(
@@ -297,6 +308,45 @@ def _values(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
 
 
+@contextlib.contextmanager
+def undoing_changes(module: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Give containers and objects that modules hold, at any depth, their items back at the end;
+    yield a function that returns whether these have changed inside."""
+    own = [value for inner in module.modules() for value in _own_attributes(inner)]
+    contents = _contents(_each_once(list(_containers_in(own))))
+    changed: list[Any] = []
+    try:
+        yield lambda: bool(changed)
+    finally:
+        changed += [pair for pair in contents if not _same_items(*pair)]
+        _fill(changed)
+
+
+def _containers_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield containers, and the attributes of objects, in ``values`` and in each other."""
+    waiting, seen = list(values), set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor | nn.Module | type) or callable(value) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) not in _CONTAINERS:
+            value = getattr(value, "__dict__", None)
+        if type(value) in _CONTAINERS:
+            yield value
+            waiting += _values(value)
+
+
+def _same_items(container: Any, before: Any) -> bool:
+    if len(container) != len(before):
+        return False
+    if isinstance(container, dict):
+        return all(key in before and before[key] is value for key, value in container.items())
+    if isinstance(container, set):
+        return bool(container == before)
+    return all(one is other for one, other in zip(container, before, strict=True))
+
+
 def _contents(containers: Sequence[Any]) -> _Contents:
     return [(container, copy.copy(container)) for container in containers]
 
@@ -383,6 +433,7 @@ class Region:
         before = [source.detach().clone() for source in inputs.sources]
         self._save_inputs(inputs.sources)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._pick)
+        _mode.regions += 1
         try:
             # A backward in this thread saves in the same order here and when it is recomputed.
             with torch.autograd.set_multithreading_enabled(False), hooks:
@@ -391,6 +442,7 @@ class Region:
             explain_hooks(error)
             raise
         finally:
+            _mode.regions -= 1
             self._kinds = _kinds(self._saved.close())
         self._changed = outputs.changed
         # The caller may change what it gets back.

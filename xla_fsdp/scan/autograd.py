@@ -74,6 +74,7 @@ class ScanCall:
     loops: LoopCache
     key: Hashable  # equal for calls that can run the same loops
     counter: ForwardCounter
+    traces_backward: bool = False  # in forward already, to find out that a loop cannot run it
 
     @property
     def first_unit(self) -> FSDPState:
@@ -143,6 +144,10 @@ class _ScannedBlocks(torch.autograd.Function):
         ctx.save_for_backward(*itertools.chain(*parts), *present([done.seeds]))
         ctx.versions = call.versions
         call.counter.add(ctx.versions)
+        if call.traces_backward:
+            none = (False,) * len(call.positions)
+            reduces = _all_reduce(call)
+            _backward_program(call, inputs, done.program, done.ys, ctx.needs, none, reduces)
         ctx.autocast = (torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla"))
         ctx.context = current_context()
         inner = []

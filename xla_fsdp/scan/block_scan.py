@@ -66,18 +66,29 @@ class Placeholder(Tensor):
     """The output of block ``block`` of ``length``, before it is computed.
 
     It has a shape, a dtype and other metadata. Any other use raises, as a forward may only pass it
-    to the next block, and keep it until ``become`` makes it the output.
+    to the next block, and keep it until ``become`` makes it the output. If there is a function
+    ``compute``, that is called first, and may make it the output.
     """
 
     block: int
     length: int
     is_late: bool  # the loop has run, without returning this output
+    late: Pass | None  # the pass of one that is late, if ``compute`` needs it
+    compute: Callable[[Placeholder], None] | None
 
     @classmethod
-    def after(cls, block: int, length: int, like: Tensor, dtype: torch.dtype) -> Placeholder:
+    def after(
+        cls,
+        block: int,
+        length: int,
+        like: Tensor,
+        dtype: torch.dtype,
+        compute: Callable[[Placeholder], None] | None = None,
+    ) -> Placeholder:
         # Without requires_grad: torch's module hooks would pass it through an autograd node.
         made = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
         made.block, made.length, made.is_late = block, length, False
+        made.late, made.compute = None, compute
         return made
 
     def become(self, output: Tensor) -> None:
@@ -95,16 +106,33 @@ class Placeholder(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = _name(func)
-        if name in _METADATA:
+        used = _placeholders_in(args, kwargs)
+        waits = [each for each in used if each.compute is not None]
+        if name in _METADATA and not (waits and name in _OF_GRAPH):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise _misused(args, kwargs, name)
+        for each in waits:
+            if isinstance(each, Placeholder) and each.compute is not None:
+                each.compute(each)
+        if used := [each for each in used if isinstance(each, Placeholder)]:
+            raise _misused(used[0], name)
+        return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise _misused(args, kwargs, str(func))
+        # Too late for ``compute``: autograd has seen a tensor without a graph.
+        raise _misused(_placeholders_in(args, kwargs)[0], str(func))
+
+
+_OF_GRAPH = frozenset({"requires_grad.__get__", "is_leaf.__get__", "grad_fn.__get__"})
+"""Of the metadata, what only the output itself knows."""
+
+
+def _placeholders_in(args: Any, kwargs: Any) -> list[Any]:
+    flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
+    return [each for each in flat if isinstance(each, Placeholder)]
 
 
 def _name(func: Any) -> str:
@@ -113,9 +141,7 @@ def _name(func: Any) -> str:
     return f"{owner.__name__}.{name}" if name == "__get__" and owner is not None else name
 
 
-def _misused(args: Any, kwargs: Any, name: str) -> NoLoopError:
-    flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
-    used = next(each for each in flat if isinstance(each, Placeholder))
+def _misused(used: Placeholder, name: str) -> NoLoopError:
     if used.is_late:
         return NoLoopError(
             f"the output of block {used.block} of {used.length} was used (by {name}) after the "
@@ -191,7 +217,7 @@ class _BlockList:
 
 
 @dataclass
-class _Pass:
+class Pass:
     """A forward in which some, but not yet all, blocks have been called.
 
     Has no references to placeholders but the last: the caller would seem to keep the others.
@@ -204,6 +230,31 @@ class _Pass:
     calls: list[_Call] = field(default_factory=list)
     outputs: list[weakref.ref[Placeholder]] = field(default_factory=list)
     last: Placeholder | None = None  # output of the block that was called last
+
+    @property
+    def next_unit(self) -> FSDPState:
+        """The unit of the block that is to be called now."""
+        return self.blocks.units[len(self.calls)]
+
+    @property
+    def kept(self) -> list[int]:
+        """The numbers of the blocks whose outputs somebody holds."""
+        return [at for at, output in enumerate(self.outputs) if output() is not None]
+
+    def give(self, number: int, tensor: Tensor) -> None:
+        """Replace the input of block 0, or one of the others, from number 1 on."""
+        if number:
+            self.others[number - 1] = tensor
+        else:
+            self.given = replace(self.given, tensors=(tensor, *self.given.tensors[1:]))
+
+    def run_called(self) -> None:
+        """Run the blocks one by one that returned placeholders; let these become their outputs."""
+        x = self.given.tensors[0]
+        for number, output in enumerate(self.outputs):
+            x = _run_alone(self, number, x)
+            if (found := output()) is not None:
+                found.become(x)
 
     @property
     def key(self) -> Any:
@@ -246,7 +297,7 @@ class BlockScan:
         self._blocks, self._options, self._period = state
         self._policy = policy_of(self._options.remat)
         self._store = ActivationStore(self._options.offload_activations)
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._without_loop = False
         self._keys: dict[Any, int] = {}  # numbers keys, as large ones are slow to hash
         self._returned: dict[Any, Returned] = {}
@@ -254,6 +305,11 @@ class BlockScan:
         self._loops = LoopCache()
         self._shared = [SharedTensors() for _ in range(self._period)]
         self._counter = ForwardCounter()
+
+    _compute: Callable[[Placeholder], None] | None = None
+    """What computes an output that is used before the last block is called."""
+    _traces_backward = False
+    """Whether a forward already finds out that a loop cannot run the backward."""
 
     def remove(self) -> None:
         """Run each block by itself again."""
@@ -290,7 +346,8 @@ class BlockScan:
         if number == len(blocks) - 1:
             result = self._run_all(current)
         else:
-            result = Placeholder.after(number, len(blocks), current.cast[0], _output_dtype(current))
+            like, dtype = current.cast[0], _output_dtype(current)
+            result = Placeholder.after(number, len(blocks), like, dtype, self._compute)
             current.outputs.append(weakref.ref(result))
             current.last, self._pass = result, current
         output = call.returned.put_together(result, given.tensors)
@@ -299,7 +356,7 @@ class BlockScan:
             run_forward_hooks(module, args, kwargs, output)
         return output
 
-    def _begin(self, blocks: list[Any], given: Arguments) -> _Pass:
+    def _begin(self, blocks: list[Any], given: Arguments) -> Pass:
         units: list[FSDPState] = [block._fsdp_unit for block in blocks]
         units[0].schedule.cleanup_failed_passes()
         for unit in units:
@@ -321,19 +378,19 @@ class BlockScan:
         times = len(blocks) // self._period
         held = _BlockList(
             units,
-            list(map(_module, blocks)),
+            list(map(module_of, blocks)),
             states,
             shared * times,
             trained * times,
             self._number(tuple(map(tuple, key))),
         )
-        return _Pass(held, given, [], [units[0].cast_input(given.tensors[0])])
+        return Pass(held, given, [], [units[0].cast_input(given.tensors[0])])
 
     def _number(self, key: Any) -> int:
         return self._keys.setdefault(key, len(self._keys))
 
     def _call(
-        self, current: _Pass, number: int, forward: Callable[..., Any], given: Arguments
+        self, current: Pass, number: int, forward: Callable[..., Any], given: Arguments
     ) -> _Call:
         """Describe the call of a block; trace the block if that is new.
 
@@ -351,24 +408,24 @@ class BlockScan:
         known = (number, current.blocks.key, call.key)
         if known in self._returned:
             return replace(call, returned=self._returned[known], trace=None)
-        trace = trace_block(current.blocks.template(number, call))
+        trace = self._trace(current.blocks.template(number, call))
         self._returned[known] = trace.returned
         return replace(call, returned=trace.returned, trace=trace)
 
-    def _plan(self, current: _Pass) -> _LoopPlan:
+    def _trace(self, template: Template) -> BlockTrace:
+        return trace_block(template)
+
+    def _plan(self, current: Pass) -> _LoopPlan:
         key = current.key
         if key not in self._plans:
             self._plans[key] = _make_plan(current, self._period)
         return self._plans[key]
 
-    def _run_all(self, current: _Pass) -> Tensor:
+    def _run_all(self, current: Pass) -> Tensor:
         """Run all blocks; let the outputs that the caller has kept become tensors."""
         found = self._plan(current)
-        plan, x = found.plan, current.given.tensors[0]
-        kept = [at for at, output in enumerate(current.outputs) if output() is not None]
-        # The caller always holds the output of the block before the last, as an argument. Whether
-        # it will use that once more, nobody knows.
-        collects = len(kept) > 1 or plan.length == 2
+        plan, x, kept = found.plan, current.given.tensors[0], current.kept
+        collects = self._collects(kept, plan.length)
         outputs: dict[int, Tensor] = {}
         for number in range(plan.first):
             outputs[number] = x = _run_alone(current, number, x)
@@ -384,8 +441,15 @@ class BlockScan:
                 output.become(outputs[number])
         return x
 
+    def _collects(self, kept: Sequence[int], length: int) -> bool:
+        """Return whether the loop returns the outputs of inner blocks, of which the caller holds
+        those with these numbers."""
+        # The caller always holds the output of the block before the last, as an argument. Whether
+        # it will use that once more, nobody knows.
+        return len(kept) > 1 or length == 2
+
     def _run_loop(
-        self, current: _Pass, found: _LoopPlan, x: Tensor, *, collects: bool
+        self, current: Pass, found: _LoopPlan, x: Tensor, *, collects: bool
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run the blocks of the loop.
 
@@ -414,6 +478,7 @@ class BlockScan:
             self._loops,
             current.key,
             self._counter,
+            self._traces_backward,
         )
         output, inner = call.run(first.cast_input(x), current.cast[1:])
         first.schedule.end_forward(of_root=False)
@@ -426,7 +491,7 @@ class BlockScan:
         return first.cast_output(output), collected
 
 
-def _make_plan(current: _Pass, period: int) -> _LoopPlan:
+def _make_plan(current: Pass, period: int) -> _LoopPlan:
     """Find out which blocks run in the loop, and with which numbers as its inputs. Only blocks
     whose numbers differ by a multiple of ``period`` have like parameters.
 
@@ -458,7 +523,7 @@ def _make_plan(current: _Pass, period: int) -> _LoopPlan:
     return _LoopPlan(plan, differing, [[each.to(device) for each in own] for own in stacks])
 
 
-def _difference_problem(current: _Pass, traces: Sequence[BlockTrace], number: int) -> str:
+def _difference_problem(current: Pass, traces: Sequence[BlockTrace], number: int) -> str:
     first, call = current.calls[0], current.calls[number]
     if call.others == first.others:
         return difference_problem(traces, number)
@@ -486,7 +551,7 @@ def _position_call(
     )
 
 
-def _run_alone(current: _Pass, number: int, x: Tensor) -> Tensor:
+def _run_alone(current: Pass, number: int, x: Tensor) -> Tensor:
     """Run one block as a unit by itself; return its new tensor."""
     call = current.calls[number]
     others = [current.others[at] for at in call.others]
@@ -497,7 +562,7 @@ def _run_alone(current: _Pass, number: int, x: Tensor) -> Tensor:
     return output.tensors[call.returned.sources.index(0)]
 
 
-def _indices_of(others: Sequence[Tensor], current: _Pass) -> tuple[int, ...]:
+def _indices_of(others: Sequence[Tensor], current: Pass) -> tuple[int, ...]:
     """Return the index of each tensor argument among those of all blocks; add new ones to these."""
     before = {id(each): at for at, each in enumerate(current.others)}
     found = []
@@ -509,7 +574,7 @@ def _indices_of(others: Sequence[Tensor], current: _Pass) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _output_dtype(current: _Pass) -> torch.dtype:
+def _output_dtype(current: Pass) -> torch.dtype:
     return current.blocks.units[0].config.output_dtype or current.cast[0].dtype
 
 
@@ -539,7 +604,8 @@ class _BlockRef:
         return None if self._block is None else self._block()
 
 
-def _module(block: Any) -> nn.Module:
+def module_of(block: Any) -> nn.Module:
+    """Return the module of a unit, without its wrapper."""
     return getattr(block, "_fsdp_wrapped_module", block)
 
 
@@ -567,7 +633,7 @@ def _check_arguments(number: int, given: Arguments) -> None:
         )
 
 
-def _continued(current: _Pass | None, number: int, given: Arguments) -> _Pass:
+def _continued(current: Pass | None, number: int, given: Arguments) -> Pass:
     """Return the pass if block ``number`` is next, and called with the output of the one before.
 
     Raises:

@@ -82,7 +82,8 @@ def _problems_of(at: int, block: Any) -> Iterator[str]:
     wrapped = getattr(block, "_fsdp_wrapped_module", None) is not None
     if wrapped and getattr(block.forward, "is_checkpointed", False):
         yield f"block {at} is rematerialized around its unit; leave that to the loop (remat=...)"
-    if block._fsdp_module_state.forward_override is not None:
+    override = block._fsdp_module_state.forward_override
+    if override is not None and not getattr(override, "is_automatic", False):
         yield f"block {at} is scanned already"
 
 

@@ -30,7 +30,7 @@ from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.param_guards import name_of
 from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.nn.activation_checkpoint import regions_run_once
+from xla_fsdp.nn.activation_checkpoint import regions_run_once, undoing_changes
 from xla_fsdp.scan.block_inputs import Arguments, BlockState, forward_hooks_apart
 from xla_fsdp.scan.block_numbers import Number, Numbers
 from xla_fsdp.scan.checks import ADVICE
@@ -172,13 +172,17 @@ class GradientTrace:
     reached: tuple[bool, ...]  # which arguments and parameters have a gradient
 
 
-def trace_block(template: Template) -> BlockTrace:
+def trace_block(template: Template, *, undo: bool = False) -> BlockTrace:
     """Trace a block's forward.
+
+    Args:
+        template: the block and its call.
+        undo: undo what it does to containers and objects that its modules hold.
 
     Raises:
         NoLoopError: if it changes an input in place, does not return one tensor like its input, or
-            computes with values that a loop would keep. What the trace computed is lost then, also
-            where somebody holds it.
+            computes with values that a loop would keep; with ``undo``, also if that had to be.
+            What the trace computed is lost then, also where somebody holds it.
         ChangedOutsideError: if it changes another tensor in place.
     """
     group = template.unit.group
@@ -201,8 +205,10 @@ def trace_block(template: Template) -> BlockTrace:
         return [output]
 
     specs = [spec for part in parts for spec in part]
+    undoing = undoing_changes(template.module) if undo else contextlib.nullcontext(lambda: False)
     try:
-        traced = refusing_host_draws(lambda: trace_body(body, specs, "fsdp_block"))
+        with undoing as changes:
+            traced = refusing_host_draws(lambda: trace_body(body, specs, "fsdp_block"))
     except ChangedInPlaceError as error:
         changed = ", ".join(names[number] for number in error.numbers)
         raise NoLoopError(
@@ -210,6 +216,8 @@ def trace_block(template: Template) -> BlockTrace:
             f"run as one loop. Compute a new tensor instead (x = x + y, not x += y), or do not "
             f"scan these blocks (layers with running statistics, such as BatchNorm, cannot be)"
         ) from None
+    if changes():
+        raise NoLoopError("a scanned block changes a list, a dict or an object of its modules")
     if problem := _captured_problem(traced) or made.problem():
         raise NoLoopError(problem)
     returned, used = result[-1]

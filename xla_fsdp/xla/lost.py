@@ -55,7 +55,7 @@ class TensorOfTrace(LostTensor):
     why = (
         "it was computed while a loop was traced, for all iterations at once, and has no value "
         "outside of the loop. Let the traced function return it; a block that is scanned hands it "
-        "from block to block, or is not scanned"
+        "from block to block, or is not scanned (leave scan_layers out)"
     )
 
 

@@ -35,6 +35,13 @@ class Unit(Protocol):
     def problems(self) -> list[str]: ...
 
 
+class Deferred(Protocol):
+    """Forwards that were called and have not run, such as those of blocks of a loop."""
+
+    def finish(self) -> None: ...
+    def drop(self) -> None: ...
+
+
 current_pass = torch._C._current_graph_task_id
 """Returns the number of the backward pass that the calling thread runs, or -1 outside of one."""
 
@@ -117,6 +124,7 @@ class Schedule:
             which would only take memory, as XLA overlaps no collective with a loop.
         is_last: False if more backward passes follow before the optimizer step; the first gather
             of the next pass then waits for what is unfinished at the end of this one.
+        deferred: what is to run before the forward of a unit ends, if it has not run by then.
         unreduced: units with gradients left by ``no_sync``.
         to_check: units that have changed since the last pass; None without ``XLA_FSDP_CHECK=1``,
             which asserts what holds between two passes when one ends.
@@ -127,6 +135,7 @@ class Schedule:
         self.has_units = False
         self.beside_loop = False
         self.is_last = True
+        self.deferred: list[Deferred] = []
         # A list, not a set: all ranks must reduce in the same order.
         self.unreduced: list[Any] = []
         self._sync_on_end = sync_on_end
@@ -154,6 +163,12 @@ class Schedule:
     def replay_facts(self) -> tuple[Any, ...]:
         """Return what a traced step depends on besides tensors."""
         return self.is_last, [*map(id, self.unreduced)]
+
+    def end_deferred(self, *, has_raised: bool = False) -> None:
+        """Run what was called and has not run, before a forward ends; forget it after an error."""
+        while self.deferred:
+            deferred = self.deferred.pop()
+            deferred.drop() if has_raised else deferred.finish()
 
     # ------------------------------------------------------------ gathers
 

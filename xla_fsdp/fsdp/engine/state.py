@@ -528,10 +528,12 @@ class FSDPState:
             hooks = current.saved.hooks() if current.call.reshards else nullcontext()
             with running(self, current.queue), hooks:
                 outputs = forward()
+                self.schedule.end_deferred()
             result = self._tie_outputs(call, outputs, current.for_backward)
             if changed := current.saved.changed_in_place():
                 raise self._changed_in_place(changed)
         except BaseException as error:
+            self.schedule.end_deferred(has_raised=True)
             if self._forward is current:
                 self._on(Event.FORWARD_DONE)
             explain_hooks(error)

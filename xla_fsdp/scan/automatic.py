@@ -1,0 +1,262 @@
+"""Loops that come by themselves: what ordinary wrapping runs as a loop where nobody can tell.
+
+Nothing that works one by one may fail here. So a block's call is put off, as in any loop, but an
+output that is used too early is computed then, one block after the other, and whatever no loop can
+run goes on so. Only blocks that are recomputed (``checkpoint_module``) become a loop: a loop
+recomputes, too, and forwards that are recomputed already run twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.distributed.context_parallel import context_key
+from xla_fsdp.fsdp.engine.schedule import current_pass, running_units
+from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.transitions import UnitState
+from xla_fsdp.nn.activation_checkpoint import in_region, is_checkpointed
+from xla_fsdp.scan.block_inputs import Arguments
+from xla_fsdp.scan.block_scan import BlockScan, Options, Pass, Placeholder, module_of
+from xla_fsdp.scan.checks import find_problems, plan_of
+from xla_fsdp.scan.errors import NoLoopError
+from xla_fsdp.scan.tracing import BlockTrace, Template, trace_block
+from xla_fsdp.xla import ops
+
+_logger = logging.getLogger("xla_fsdp")
+
+ADVICE = "Leave scan_layers out for these blocks"
+
+
+class AutomaticScan(BlockScan):
+    """Runs blocks as a loop in the forwards that allow it, and one by one in all others.
+
+    Args:
+        blocks: FSDP modules.
+        period: block n has parameters and buffers like block n + period.
+
+    Attributes:
+        why: why the latest forward, and after one that trained all others, ran one by one; empty if
+            it was a loop.
+    """
+
+    is_automatic = True  # another scan may take its place
+    _traces_backward = True
+
+    def __init__(self, blocks: Sequence[Any], period: int) -> None:
+        super().__init__(blocks, Options(), period)
+
+    def __setstate__(self, state: tuple[Any, Options, int]) -> None:
+        super().__setstate__(state)
+        self.why = ""
+        self._is_off = False
+        self._draws = False
+        self._around: _Surroundings = _Surroundings.now()  # of the calls of a pass
+        # Of the tensors that the blocks of a pass are given, with the values that they had.
+        self._versions: list[int] = []
+        self._values: list[Tensor] = []
+
+    def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the call of one block: return a placeholder, or the output."""
+        if self._pass is not None and self._pass.next_unit is not unit:
+            self._give_up(f"block {len(self._pass.calls)} was left out, or another called twice")
+        for each in Arguments.of((args, kwargs)).tensors:
+            if isinstance(each, Placeholder) and (
+                self._pass is None or each is not self._pass.last
+            ):
+                each.clone()  # computes it: it is of other blocks, or of an earlier one
+        is_first = self._blocks[0]() is not None and unit is self._blocks[0]()._fsdp_unit
+        if not self._may_loop() or (self._pass is None and not is_first):
+            self._run_called()
+            return unit.run(forward, args, kwargs)
+        before, why = self._pass, ""
+        try:
+            self._check_surroundings()
+            result = super().run(unit, forward, args, kwargs)
+        except Exception as error:  # if it is the user's, it is raised again below
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        else:
+            self._wait_for_next(unit)
+            return result
+        # Not in the handler: the error's traceback would keep tensors of the loop.
+        self._pass = before
+        del before
+        self._give_up(why)
+        return unit.run(forward, args, kwargs)
+
+    def _wait_for_next(self, unit: FSDPState) -> None:
+        waiting = unit.schedule.deferred
+        if self in waiting:
+            waiting.remove(self)
+        if self._pass is not None:
+            waiting.append(self)
+            self._values += [each.clone() for each in _given(self._pass)[len(self._values) :]]
+            self._versions = _versions_in(self._pass)
+
+    def finish(self) -> None:
+        """Run the blocks that were called and have not run, as the forward ends."""
+        if self._pass is not None:
+            self._give_up(f"the forward called the first {len(self._pass.calls)} blocks only")
+
+    def drop(self) -> None:
+        """Forget the blocks that were called and have not run, as the forward has raised."""
+        self._pass = None
+
+    # ------------------------------------------------------------ what allows a loop
+
+    def _may_loop(self) -> bool:
+        trains = torch.is_grad_enabled()
+        # In training without gradients somebody may recompute: then with the same random numbers.
+        evaluates = not trains and not any(module.training for module in self._modules())
+        is_inside = bool(running_units()) and current_pass() == -1 and not in_region()
+        return is_inside and (evaluates or (trains and not self._is_off))
+
+    def _modules(self) -> Iterator[nn.Module]:
+        yield from (each for reference in self._blocks if (each := reference()) is not None)
+
+    def _begin(self, blocks: list[Any], given: Arguments) -> Pass:
+        self._around, self._values = _Surroundings.now(), []
+        if problem := next(_problems_now(blocks), None):
+            raise NoLoopError(problem)
+        return super()._begin(blocks, given)
+
+    def _check_surroundings(self) -> None:
+        if self._pass is None:
+            return
+        if self._around != _Surroundings.now():
+            raise NoLoopError("modes of gradients or of autocast change between its blocks")
+        if self._versions != _versions_in(self._pass):
+            raise NoLoopError("what its blocks are given is changed in place between them")
+
+    def _trace(self, template: Template) -> BlockTrace:
+        trace = trace_block(template, undo=True)
+        self._draws |= trace.body.draws_random_numbers
+        return trace
+
+    def _collects(self, kept: Sequence[int], length: int) -> bool:
+        if others := [at for at in kept if at < length - 2]:
+            raise NoLoopError(f"the forward keeps the output of block {others[0]}")
+        return False
+
+    def _run_all(self, current: Pass) -> Tensor:
+        last, current.last = current.last, None
+        result = super()._run_all(current)
+        if last is not None:
+            last.is_late, last.late = True, current
+        self.why = "" if torch.is_grad_enabled() else self.why
+        return result
+
+    # ------------------------------------------------------------ what ends one
+
+    def _give_up(self, why: str) -> None:
+        """Run the blocks that were called one by one, and from now on all that are trained."""
+        if why != self.why and ops.rank() == 0:
+            _logger.debug("blocks run one by one: %s", why)
+        self.why = why
+        self._is_off |= torch.is_grad_enabled()
+        self._run_called()
+
+    def _run_called(self) -> None:
+        current, self._pass = self._pass, None
+        if current is None:
+            return
+        for at, (each, version) in enumerate(zip(_given(current), self._versions, strict=False)):
+            if _version(each) != version:
+                current.give(at, self._values[at])
+        self._values = []
+        with self._around.restored():
+            current.run_called()
+
+    def _compute(self, placeholder: Placeholder) -> None:
+        """Compute an output that is used before the last block is called, or after it."""
+        current = placeholder.late if placeholder.is_late else self._pass
+        if current is None or (placeholder.is_late and self._draws):
+            return  # the placeholder raises
+        if not torch._C._is_fwd_grad_enabled():
+            raise NoLoopError(
+                f"an autograd.Function was called with the output of block {placeholder.block} "
+                f"before the last block was called, and would not see how it was computed. {ADVICE}"
+            )
+        if placeholder.is_late:
+            self._pass = current
+        self._give_up(f"the forward uses the output of block {placeholder.block}")
+
+
+def scan_where_possible(blocks: Sequence[Any]) -> AutomaticScan | None:
+    """Let units run as a loop in the forwards that allow it; return None if none can."""
+    plan = plan_of(blocks)
+    if plan is None or find_problems(blocks, plan, stacked=False):
+        return None
+    in_loop = [blocks[number] for number in plan.numbers]
+    scan = AutomaticScan(in_loop, plan.period)
+    for block in in_loop:
+        block._fsdp_module_state.forward_override = scan
+    return scan
+
+
+def why_one_by_one(blocks: Sequence[Any]) -> str:
+    """Return why units with an ``AutomaticScan`` run one by one; "" if they do not."""
+    return blocks[0]._fsdp_module_state.forward_override.why or next(_problems_now(blocks), "")
+
+
+class _Surroundings(NamedTuple):
+    """What the code around a block's call decides about it."""
+
+    trains: bool
+    autocasts: bool
+    autocast_dtype: torch.dtype
+    others: Any
+
+    @classmethod
+    def now(cls) -> _Surroundings:
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("xla"),
+            torch.get_autocast_dtype("xla"),
+            (torch.is_inference_mode_enabled(), context_key()),
+        )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        autocast = torch.autocast("xla", self.autocast_dtype, self.autocasts)
+        with torch.set_grad_enabled(self.trains), autocast:
+            yield
+
+
+def _given(current: Pass) -> list[Tensor]:
+    """Return the tensors that the blocks of a pass are given: the first one's input, and others."""
+    return [current.given.tensors[0], *current.others]
+
+
+def _versions_in(current: Pass) -> list[int]:
+    return list(map(_version, _given(current)))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _problems_now(blocks: Sequence[Any]) -> Iterator[str]:
+    """Yield what forbids a loop now, and may be otherwise in another forward."""
+    if torch.nn.modules.module._has_any_global_hook() or torch._C._len_torch_dispatch_stack():
+        yield "hooks of all modules, or a mode of torch's dispatcher, would miss what a loop runs"
+    first = blocks[0]._fsdp_unit
+    for at, block in enumerate(blocks):
+        module, unit = module_of(block), block._fsdp_unit
+        if not is_checkpointed(module):
+            yield f"block {at} is not recomputed (checkpoint_module)"
+        if module._forward_hooks or module._forward_pre_hooks:
+            yield f"block {at} has hooks"
+        settings = unit.settings
+        if not settings.gathers_in_backward or unit.state is not UnitState.SHARDED:
+            yield f"block {at} keeps its parameters"
+        if settings.forward_prefetch or settings.backward_prefetch:
+            yield f"block {at} is gathered with others"
+        pairs = zip(unit.group.leaves, first.group.leaves, strict=True)
+        if any(own.requires_grad != other.requires_grad for own, other in pairs):
+            yield f"other parameters are trained in block {at} than in block 0"

@@ -17,7 +17,7 @@ import pytest
 
 from test.common.browser import Shown, executable, show
 from test.common.ranks import ROOT
-from tools import docs_chart
+from tools import docs_figures
 
 PHONE = (390, 844)
 SMALLEST_FONT = 12
@@ -160,9 +160,10 @@ def test_titles_begin_with_the_names_in_the_navigation() -> None:
         assert title.replace("`", "").lower().startswith(expected), page
 
 
-def test_the_chart_is_drawn_from_the_benchmarks_numbers() -> None:
-    assert docs_chart.PICTURE.read_text() == docs_chart.chart()
-    assert docs_chart.peaks(docs_chart.SECTIONS["24 blocks of width 1024"])["ours"] == 542
+def test_pages_and_chart_tell_the_benchmarks_figures() -> None:
+    assert docs_figures.PICTURE.read_text() == docs_figures.chart()
+    for page in docs_figures.PASSAGES:
+        assert docs_figures.written(page) == (ROOT / page).read_text(), page
 
 
 def test_the_landing_page_shows_what_it_is_and_where_it_stands(built: Path) -> None:

@@ -1,14 +1,17 @@
-"""Draw the bar chart of README and the landing page from the benchmark's own tables.
+"""Write the benchmark's figures into the pages that tell them, and draw their bar chart.
 
-    python tools/docs_chart.py    # writes docs/pictures/memory.svg
+    python tools/docs_figures.py
 
-The numbers are those of ``benchmarks/tpu_compile.md``; a test compares the picture with them.
+Whatever is said of a compiled step of the benchmark comes from ``benchmarks/tpu_compile.md``, which
+``benchmarks/tpu_compile.py --write`` makes; a test compares.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -29,16 +32,70 @@ PROGRAMS = {
 }
 """Column of the tables, and label and colour of its bars."""
 
+_ROWS = {"peak": ROW, "blocking": "blocking, MB", "trace": "tracing a step, CPU ms"}
+_CELLS = " | ".join(
+    f"{{BLOCKS {name} peak}} / {{BLOCKS {name} blocking}}"
+    for name in ("ours", "stacked", "streamed", "upstream", "jax")
+)
+PASSAGES = {
+    "README.md": [
+        f"| {blocks} \N{MULTIPLICATION SIGN} 1024 | {_CELLS.replace('BLOCKS', blocks)} |"
+        for blocks in ("4", "24")
+    ],
+    "docs/index.md": [
+        "training step: {24 streamed peak} MiB with all features, {24 ours peak} with units alone, "
+        "{24 jax peak} in JAX, {24 upstream peak} with torch_xla's FSDP, for 24 blocks"
+    ],
+    "docs/performance.md": [
+        "v5e the peak is {24 ours peak} MiB (wrapped, recomputed), {24 stacked peak} (stacked), "
+        "and goes to {24 streamed peak} (with a streamed head and\n"
+        "embedding and steps inside backward) to {24 offloaded peak} (with activations on the "
+        "host). `torch_xla.distributed.fsdp` needs\n"
+        "{24 upstream peak} there, plain JAX with a scan over layers {24 jax peak}.",
+        "24 blocks of width 1024 take {24 stacked trace} ms to trace instead of {24 ours trace}.",
+    ],
+}
+"""By page: what it says, with {blocks program row} in the place of each figure."""
+
 WIDTH, LEFT, RIGHT, LINE, GROUP = 400, 168, 52, 24, 30  # in pixels; text has 13
+
+
+@cache
+def figures(heading: str) -> dict[str, dict[str, str]]:
+    """Return the table below a heading: by row and program."""
+    section = TABLES.read_text().partition(heading)[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:]] for line in section.splitlines()]
+    names = next(row for row in rows if "ours" in row)
+    return {row[0]: dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)}
 
 
 def peaks(heading: str) -> dict[str, float]:
     """MiB by program, from the table below a heading."""
-    section = TABLES.read_text().partition(heading)[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in line.split("|")] for line in section.splitlines()]
-    names = next(row for row in rows if "ours" in row)
-    found = next(row for row in rows if ROW in row)
-    return {name: float(found[names.index(name)].replace(",", "")) for name in PROGRAMS}
+    found = figures(heading)[ROW]
+    return {name: float(found[name].replace(",", "")) for name in PROGRAMS}
+
+
+def written(page: str) -> str:
+    """Return the text of a page with the figures of now.
+
+    Raises:
+        ValueError: if a passage is not there, or twice.
+    """
+    text = (ROOT / page).read_text()
+    for passage in PASSAGES[page]:
+        parts = re.split(r"\{(.*?)\}", passage)
+        parts[1::2] = map(_figure, parts[1::2])
+        pattern = r"[\d,.]+".join(map(re.escape, parts[::2]))
+        text, count = re.subn(pattern, "".join(parts).replace("\\", r"\\"), text)
+        if count != 1:
+            raise ValueError(f"{page} has this passage {count} times: {passage}")
+    return text
+
+
+def _figure(place: str) -> str:
+    blocks, program, row = place.split()
+    value = figures(SECTIONS[f"{blocks} blocks of width 1024"])[_ROWS[row]][program]
+    return f"{float(value.replace(',', '')):,.0f}"
 
 
 def chart() -> str:
@@ -88,4 +145,6 @@ def _text(x: float, y: float, content: str, anchor: str, kind: str = "") -> str:
 
 if __name__ == "__main__":
     PICTURE.write_text(chart())
+    for page in PASSAGES:
+        (ROOT / page).write_text(written(page))
     sys.exit(0)

@@ -6,7 +6,7 @@ JAX is in ``jax_fsdp``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -130,6 +130,34 @@ def upstream(shape: Shape) -> Callable[[], None]:
     return _step(_wrapped(shape, XlaFullyShardedDataParallel, checkpoint_module, options), shape)
 
 
+def alone(shape: Shape) -> Callable[[], None]:
+    """Return a step of the model that nobody shards: whole weights and gradients in the compute
+    dtype and no collective, and the optimizer steps 1/N of the parameters, as on one of N ranks."""
+    import torch_xla
+
+    from xla_fsdp import checkpoint_module
+    from xla_fsdp.xla import ops
+
+    with torch.device("meta"):
+        model = GPT(shape).to(torch.bfloat16)
+    model.to_empty(device=torch_xla.device())
+    for block in model.blocks:
+        checkpoint_module(block)
+    whole, ranks = list(model.parameters()), ops.world_size()
+    shards = [
+        nn.Parameter(torch.empty(-(-len(each) // ranks), *each.shape[1:], device=each.device))
+        for each in whole
+    ]
+
+    def hand_over() -> None:
+        # Behind a barrier, or the compiler would compute no more of a gradient than is stepped.
+        grads = ops.barrier([each.grad for each in whole])
+        for each, shard, grad in zip(whole, shards, grads, strict=True):
+            each.grad, shard.grad = None, grad[: len(shard)].float()
+
+    return _training_step(model, shards, shape, after_backward=hand_over)
+
+
 def _wrapped(
     shape: Shape,
     wrap: Any,
@@ -160,6 +188,16 @@ def _step(
 ) -> Callable[[], None]:
     """Return a step; with ``loss`` (of tokens and targets, if the model does not return logits),
     the optimizer steps inside backward."""
+    return _training_step(model, list(model.parameters()), shape, loss)
+
+
+def _training_step(
+    model: nn.Module,
+    stepped: Sequence[nn.Parameter],
+    shape: Shape,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    after_backward: Callable[[], None] = lambda: None,
+) -> Callable[[], None]:
     import torch_xla
 
     from xla_fsdp.optim import step_in_backward
@@ -167,7 +205,7 @@ def _step(
     def of_logits(tokens: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(stepped, lr=1e-4)
     if loss is not None:
         step_in_backward(model, optimizer)
     size = (shape.batch, shape.length)
@@ -176,6 +214,7 @@ def _step(
     def step() -> None:
         # Logits in a variable that lives until the sync would be a result of the program.
         (loss or of_logits)(tokens, targets).backward()
+        after_backward()
         optimizer.step()
         optimizer.zero_grad()
         torch_xla.sync()

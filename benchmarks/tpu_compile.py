@@ -6,7 +6,9 @@
 parameters of all blocks stacked, ``streamed`` that with a head that computes the loss in chunks and
 an optimizer that steps in backward, ``offloaded`` that with the blocks' inputs on the host,
 ``upstream`` is ``torch_xla.distributed.fsdp`` at its best settings, ``jax`` a scan over layers
-under ``jit`` (``gpt.py``, ``jax_fsdp.py``). All have per-chip batch 1, sequence 1024, AdamW with
+under ``jit`` (``gpt.py``, ``jax_fsdp.py``). ``alone`` is the model without any sharding, in the
+compute dtype, of which one chip steps 1/N of the parameters: what an FSDP could at best be; the row
+"step over alone" says what each takes more. All have per-chip batch 1, sequence 1024, AdamW with
 fp32 state, bf16 compute, rematerialized blocks, in the steady state.
 Memory, code and collectives are those of the compiled program; trace times are this machine's, of
 alternating steps (JAX traces once). ``--write FILE`` keeps each table in a file, with the command
@@ -44,6 +46,7 @@ from xla_fsdp.preflight.compile.compiler import (
     compile_program,
     compiler_environment,
 )
+from xla_fsdp.preflight.read.hlo import Instruction, Module
 from xla_fsdp.preflight.read.report import Report
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.trace.program import Program, Traced
@@ -51,7 +54,7 @@ from xla_fsdp.tpu_flags import compiler_flags
 
 MIB, MB = 2**20, 10**6
 FLAGGED = ("ours", "scan", "stacked", "streamed", "offloaded")
-PROGRAMS = (*FLAGGED, "upstream", "jax")
+PROGRAMS = (*FLAGGED, "upstream", "jax", "alone")
 TRACED_EVERY_STEP = (*FLAGGED, "upstream")
 WARM_UP = 2  # steps that are not timed; they make the optimizer's state
 
@@ -319,6 +322,11 @@ def table(results: Sequence[Result]) -> list[str]:
     # JAX's are not counted, and upstream's with those of recomputation.
     flops = min(filter(None, (each.report.step_time.model_flops for each in results)), default=0)
     figures = [_figures(result, flops) for result in results]
+    if "alone" in names:
+        alone = results[names.index("alone")].report.step_time.total
+        for each, result in zip(figures, results, strict=True):
+            each["step over alone"] = result.report.step_time.total / alone
+            each |= {f"{part}, ms": seconds * 1e3 for part, seconds in _parts(result).items()}
     for label in dict.fromkeys(label for each in figures for label in each):
         values = [each.get(label) for each in figures]
         rows.append([label, *map(_shown, values), *_ratios(names, values)])
@@ -368,6 +376,62 @@ def _figures(result: Result, flops: int) -> dict[str, float]:
     if result.trace_seconds:
         figures["tracing a step, CPU ms"] = 1e3 * statistics.median(result.trace_seconds)
     return figures
+
+
+_MOVES = frozenset(
+    {
+        "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape", "copy",
+        "copy-start", "copy-done", "transpose", "slice", "slice-start", "slice-done",
+        "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "broadcast", "iota",
+        "async-start", "async-done", "async-update", "fusion", "add", "multiply", "compare",
+        "select", "clamp", "and", "subtract",
+    }
+)  # fmt: skip
+"""What moves values and computes where they are."""
+
+
+def _parts(result: Result) -> dict[str, float]:
+    """Return seconds of compute by what is done, as the compiler's cycles have it. A fusion counts
+    for the first of these that is in it."""
+    module = Module(result.compiled.text)
+    chip = find_topology(result.report.topology).chip
+    found = dict.fromkeys(
+        ("products", "optimizer", "collectives", "casts", "copies", "others"), 0.0
+    )
+    for execution in module.executions:
+        if execution.caller is not None and execution.caller.opcode == "fusion":
+            continue
+        for each in execution.computation.instructions:
+            seconds = each.cycles / chip.clock_hz + each.kernel_flops / chip.peak_flops
+            if seconds:
+                found[_part(module, each)] += seconds * execution.times
+    return found
+
+
+def _part(module: Module, each: Instruction) -> str:
+    lines = list(_lines_in(module, each))
+    opcodes = {line.opcode for line in lines}
+    if opcodes & {"dot", "convolution"} or each.kernel_flops:
+        return "products"
+    if "sqrt" in opcodes:  # norms have rsqrt
+        return "optimizer"
+    if any(opcode.startswith(("all-", "collective-", "reduce-scatter")) for opcode in opcodes):
+        return "collectives"
+    arithmetic = any(line.opcode in _ARITHMETIC and "f" in "".join(line.dtypes) for line in lines)
+    if arithmetic or opcodes - _MOVES - {"convert"}:
+        return "others"
+    return "casts" if "convert" in opcodes else "copies"
+
+
+_ARITHMETIC = frozenset({"add", "subtract", "multiply", "select", "clamp", "compare"})
+"""Moves if they are of integers, as those of indices are."""
+
+
+def _lines_in(module: Module, each: Instruction) -> Iterator[Instruction]:
+    yield each
+    called = module.computations.get(each.attribute("calls"))
+    for line in called.instructions if called else ():
+        yield from _lines_in(module, line)
 
 
 GOALS = {

@@ -130,7 +130,9 @@ class Figures:
     compute: float = 0.004
     cpu_seconds: float = 10.0
 
-    def result(self, benchmark: ModuleType, topology: str) -> Any:
+    def result(
+        self, benchmark: ModuleType, topology: str, name: str = "streamed", text: str = ""
+    ) -> Any:
         """A result of the benchmark with these figures, as far as tables read them."""
         blocking, overlapped = 0.001, 0.002
         time = SimpleNamespace(
@@ -143,10 +145,10 @@ class Figures:
         )  # fmt: skip
         compiled = SimpleNamespace(
             peak=0, arguments=0, temporaries=0, code=self.code_mib * 2**20, on_host=0,
-            cpu_seconds=self.cpu_seconds, seconds=0,
+            cpu_seconds=self.cpu_seconds, seconds=0, text=text,
         )  # fmt: skip
         program = benchmark.Program(b"", (), ())
-        return benchmark.Result("streamed", report, compiled, program, flags="", tokens=4000)
+        return benchmark.Result(name, report, compiled, program, flags="", tokens=4000)
 
 
 def test_the_table_of_goals_marks_what_is_missed(benchmark: ModuleType) -> None:
@@ -173,6 +175,65 @@ def test_the_table_of_goals_marks_what_is_missed(benchmark: ModuleType) -> None:
          "1,333,333", "169"],
         ["v6e:8x8", "1024", "24", "10", "", "20", "1.25", "", "99", "800,000", "21.8"],
     ]  # fmt: skip
+
+
+HLO = """HloModule step, replica_count=1
+
+%product (a: bf16[8,8]) -> f32[8,8] {
+  %a = bf16[8,8] parameter(0)
+  %p = f32[8,8] convolution(bf16[8,8] %a, bf16[8,8] %a), dim_labels=bf_io->bf
+  ROOT %s = f32[8,8] sqrt(f32[8,8] %p)
+}
+
+%adam (a: f32[8]) -> f32[8] {
+  %a = f32[8] parameter(0)
+  ROOT %s = f32[8] sqrt(f32[8] %a)
+}
+
+%index (a: f32[8,8], at: s32[]) -> f32[1,8] {
+  %a = f32[8,8] parameter(0)
+  %at = s32[] parameter(1)
+  %next = s32[] add(s32[] %at, s32[] %at)
+  ROOT %s = f32[1,8] dynamic-slice(f32[8,8] %a, s32[] %next, s32[] %next)
+}
+
+%cast (a: f32[8]) -> bf16[8] {
+  %a = f32[8] parameter(0)
+  ROOT %s = bf16[8] convert(f32[8] %a)
+}
+
+%sum (a: f32[8]) -> f32[8] {
+  %a = f32[8] parameter(0)
+  ROOT %s = f32[8] add(f32[8] %a, f32[8] %a)
+}
+
+ENTRY %main (x: f32[8], y: bf16[8,8], n: s32[]) -> f32[8] {
+  %x = f32[8] parameter(0)
+  %y = bf16[8,8] parameter(1)
+  %n = s32[] parameter(2)
+  %f1 = f32[8,8] fusion(bf16[8,8] %y), calls=%product, "estimated_cycles":"9400000"
+  %f2 = f32[8] fusion(f32[8] %x), calls=%adam, "estimated_cycles":"4700000"
+  %f3 = f32[1,8] fusion(f32[8,8] %f1, s32[] %n), calls=%index, "estimated_cycles":"940000"
+  %f4 = bf16[8] fusion(f32[8] %x), calls=%cast, "estimated_cycles":"1880000"
+  ROOT %f5 = f32[8] fusion(f32[8] %f2), calls=%sum, "estimated_cycles":"2820000"
+}
+"""
+
+
+def test_what_a_step_takes_over_one_without_sharding_is_told_by_parts(
+    benchmark: ModuleType,
+) -> None:
+    results = [
+        Figures(compute=0.005).result(benchmark, "v5e:4x4", "ours", HLO),
+        Figures(compute=0.003).result(benchmark, "v5e:4x4", "alone", HLO),
+    ]
+    rows = [line.strip("|").split("|") for line in benchmark.table(results)]
+    found = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+    assert found["step over alone"][:2] == ["1.5", "1"]
+    parts = {"products": "10", "optimizer": "5", "copies": "1", "casts": "2", "others": "3"}
+    cycles = benchmark.find_topology("v5e:4x4").chip.clock_hz / 940e6
+    for name, milliseconds in parts.items():
+        assert found[f"{name}, ms"][0] == f"{float(milliseconds) / cycles:.3g}", name
 
 
 def number(cell: str) -> float:

@@ -245,12 +245,13 @@ def test_launch_is_given_a_function_of_the_rank() -> None:
 # ---------------------------------------------------------------- what is printed
 
 
-def test_launch_says_that_it_starts_one_rank() -> None:
-    code = "from xla_fsdp import launch; launch(print)"
+def test_launch_says_that_it_starts_one_rank_and_keeps_no_programs() -> None:
+    code = "from xla_fsdp import launch; launch(print, compile_cache='cache')"
     unset = {"XLA_FSDP_NUM_RANKS": "", "CPU_NUM_DEVICES": ""}
     done = run_python("-c", code, env=unset)
     assert done.returncode == 0, done.stderr
     assert "launch(fn, num_ranks=8), or XLA_FSDP_NUM_RANKS=8" in done.stderr
+    assert "compile_cache is left out, as a CPU cannot read" in done.stderr
     assert "starts one rank" not in run_python("-c", code, env={"XLA_FSDP_NUM_RANKS": "1"}).stderr
 
 

@@ -53,6 +53,7 @@ class Options:
     """One field per flag; see ``python examples/imagenet/train.py --help``."""
 
     num_ranks: int | None
+    compile_cache: Path | None
     debug: bool
     datadir: Path
     fake_data: bool
@@ -158,6 +159,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         type=at_least(1),
         help="default: 8 on CPU, all devices elsewhere",
     )
+    group.add_argument("--compile_cache", type=Path, help="on TPU: keep compiled programs there")
     add_switch(group, "debug", False, "one rank, in this process")
     group.add_argument("--model", choices=model_names(), default="resnet50", metavar="NAME")
     group.add_argument(

@@ -454,7 +454,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.profile:
         name_units()
     try:
-        launch(run_rank, (options,), num_ranks=num_ranks, stop_signals=(signal.SIGTERM,))
+        launch(
+            run_rank,
+            (options,),
+            num_ranks=num_ranks,
+            stop_signals=(signal.SIGTERM,),
+            compile_cache=options.compile_cache,
+        )
     except (JobFailed, CheckpointError) as error:
         return _complain(error)
     except RankError as error:

@@ -27,6 +27,7 @@ class Options:
 
     config: Path | None
     num_ranks: int | None
+    compile_cache: Path | None
     mesh: dict[str, int] | None
     recipe: str
     attention: str
@@ -120,6 +121,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, int]]:
 def _add_ranks(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--num_ranks", type=at_least(1), help="default: 8 on CPU, all devices elsewhere")
+    add("--compile_cache", type=Path, help="on TPU: keep compiled programs there")
     add("--mesh", type=_mesh, help="as replica=2,shard=4: the last axis shards")
     add("--recipe", default="plain", help="lean, fast or plain, or the file of a recipe")
     add("--attention", choices=ATTENTION, default=EAGER, help="xla_fsdp: memory linear in --length")

@@ -362,7 +362,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.profile:
             name_units()
         job = (options, text, tokenizer)
-        launch(run_rank, job, num_ranks=options.num_ranks, stop_signals=[signal.SIGTERM])
+        launch(
+            run_rank,
+            job,
+            num_ranks=options.num_ranks,
+            stop_signals=[signal.SIGTERM],
+            compile_cache=options.compile_cache,
+        )
     except (OSError, ValueError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1

@@ -28,6 +28,7 @@ class Options:
     """One field per flag; see ``python examples/mnist/train.py --help``."""
 
     num_ranks: int | None
+    compile_cache: Path | None
     data_dir: Path
     fake_data: bool
     batch_size: int
@@ -93,6 +94,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--num_ranks", type=at_least(1), help="default: 8 on CPU, all devices elsewhere"
     )
+    group.add_argument("--compile_cache", type=Path, help="on TPU: keep compiled programs there")
     group.add_argument("--data_dir", type=Path, default=ROOT / "data" / "mnist")
     add_switch(group, "fake_data", False, "train on synthetic digits, without MNIST files")
     group.add_argument("--batch_size", type=at_least(1), default=16, help="images per rank")

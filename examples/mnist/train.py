@@ -411,7 +411,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("XLA_FSDP_NUM_RANKS", CPU_RANKS)
         if options.profile:
             name_units()
-        launch(run_rank, (options, digits), num_ranks=options.num_ranks)
+        launch(
+            run_rank,
+            (options, digits),
+            num_ranks=options.num_ranks,
+            compile_cache=options.compile_cache,
+        )
     except (JobFailed, MnistDataError) as error:
         return _complain(error)
     except RankError as error:

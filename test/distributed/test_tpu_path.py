@@ -46,7 +46,8 @@ def tells(rank: int, folder: Path, waits: bool) -> None:
     end = time.monotonic() + 600
     while waits and not was_asked() and time.monotonic() < end:
         time.sleep(0.01)
-    found = [os.environ["PJRT_DEVICE"], os.environ["LIBTPU_INIT_ARGS"], str(was_asked())]
+    names = ("PJRT_DEVICE", "LIBTPU_INIT_ARGS", "XLA_PERSISTENT_CACHE_PATH")
+    found = [*(os.environ.get(name, "none") for name in names), str(was_asked())]
     Path(folder, f"rank{rank}").write_text("\n".join(found))
 
 
@@ -67,10 +68,32 @@ def test_processes_start_with_the_compilers_flags_and_hear_signals(tmp_path: Pat
     launcher.launch(tells, (tmp_path, True), stop_signals=(signal.SIGUSR1,))
     asked.join()
     for rank in range(RANKS):
-        device, flags, heard = Path(tmp_path, f"rank{rank}").read_text().splitlines()
+        device, flags, cache, heard = Path(tmp_path, f"rank{rank}").read_text().splitlines()
         assert device == "TPU"
         assert flags.split() == ["--own=1", *tpu_flags.ADDED]
-        assert heard == "True"
+        assert (cache, heard) == ("none", "True")
+
+
+@pytest.mark.usefixtures("tpu")
+def test_each_process_keeps_programs_in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch_xla.runtime as xr
+
+    monkeypatch.setattr(xr, "process_index", lambda: 3)
+    monkeypatch.delenv("XLA_PERSISTENT_CACHE_PATH", raising=False)
+    cache = tmp_path / "cache"
+
+    def in_this_process(fn: Any, args: tuple[Any, ...], *_: Any, **options: Any) -> None:
+        for rank in range(RANKS):
+            fn(rank, *args)
+
+    monkeypatch.setattr("torch_xla.launch", in_this_process)
+    launcher.launch(tells, (tmp_path, False), compile_cache=cache)
+    for rank in range(RANKS):
+        found = Path(tmp_path, f"rank{rank}").read_text().splitlines()
+        assert found[2] == str(cache / "process-3")
+    assert os.environ["XLA_PERSISTENT_CACHE_READ_ONLY"] == "0"
 
 
 def ask(pid: int, folder: Path) -> None:

@@ -1743,4 +1743,4 @@ def test_explain_tells_why_blocks_run_one_by_one(name: str, said: str) -> None:
 def test_a_function_that_a_loop_would_hide_from_autograd_is_refused() -> None:
     said = result("by_themselves")["calling_a_function"][1][0][0]
     assert "an autograd.Function was called with the output of block 0" in said
-    assert "scan_layers=False" in said
+    assert "Leave scan_layers out" in said

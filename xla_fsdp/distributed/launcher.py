@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from xla_fsdp.distributed.cpu_ranks import Failure, Run, current_rank_thread
@@ -50,6 +51,8 @@ ONE_RANK = (
     f"launch(fn, num_ranks=8), or {NUM_RANKS_VARIABLE}=8"
 )
 
+NO_CACHE = "xla_fsdp: compile_cache is left out, as a CPU cannot read compiled programs again"
+
 POLL = 0.2
 """Seconds between checks of a run."""
 
@@ -76,6 +79,7 @@ def launch(
     start_method: str = "spawn",
     sync_timeout: float = SYNC_TIMEOUT,
     stop_signals: Sequence[signal.Signals] = (),
+    compile_cache: str | os.PathLike[str] | None = None,
 ) -> list[T]:
     """Call ``fn(index, *args)`` on every rank.
 
@@ -97,6 +101,9 @@ def launch(
         sync_timeout: seconds a CPU rank may wait for the others before the run fails.
         stop_signals: signals, such as ``signal.SIGTERM``, that do not end the process but ask the
             ranks to stop; ``Preemption`` tells them. The caller must be the main thread.
+        compile_cache: folder that keeps compiled programs, so that the same job compiles none when
+            it starts again: torch_xla's persistent cache, with a folder in it for each process. On
+            CPU, which cannot read what it has written, it is left out, and stderr has a line.
 
     Returns:
         On CPU the values ``fn`` returned, in rank order (inside a rank: this rank's only). Nothing,
@@ -126,16 +133,39 @@ def launch(
     wanted = None if num_ranks is None else _checked(num_ranks, "num_ranks")
     signals = tuple(stop_signals)
     if _device_type() != "CPU":
-        listening = Listening(fn, signals) if signals else fn
+        caching = fn if compile_cache is None else _Caching(fn, os.fspath(compile_cache))
+        listening = Listening(caching, signals) if signals else caching
         with listen(signals, to_children=True):
             _launch_processes(listening, tuple(args), wanted, start_method)
         return []
     count = wanted or _default_num_ranks()
     if wanted is None and not _number_is_set():
         print(ONE_RANK, file=sys.stderr, flush=True)
+    if compile_cache is not None:
+        print(NO_CACHE, file=sys.stderr, flush=True)
     with listen(signals, to_children=False):
         _prepare_process(count)
         return _run_cpu_ranks(fn, tuple(args), Run(count), sync_timeout)
+
+
+@dataclass(frozen=True)
+class _Caching:
+    """A function whose process keeps compiled programs."""
+
+    fn: Callable[..., Any]
+    folder: str
+
+    def __call__(self, *args: Any) -> Any:
+        import torch_xla.runtime as xr
+
+        own = os.path.join(self.folder, f"process-{xr.process_index()}")
+        with _caching:  # the ranks of one process are threads
+            if os.environ.get("XLA_PERSISTENT_CACHE_PATH") != own:
+                xr.initialize_cache(own, readonly=False)
+        return self.fn(*args)
+
+
+_caching = threading.Lock()
 
 
 def _check_arguments(fn: Callable[..., Any], args: Sequence[Any]) -> None:

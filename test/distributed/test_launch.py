@@ -1244,6 +1244,16 @@ def wrap_on_device(rank: int) -> None:
     raise AssertionError("the ranks have not met")
 
 
+def wrap_on_device_and_end(rank: int) -> None:
+    import torch
+    import torch_xla
+
+    from xla_fsdp import fully_shard
+
+    torch_xla.manual_seed(rank)
+    fully_shard(torch.nn.Linear(3, 3, device=torch_xla.device()))
+
+
 def wrap_on_device_of_processes(rank: int) -> None:
     """Wrap where ranks are processes, which compare by a collective."""
     from xla_fsdp.xla.cpu_rank_patches import _CpuRanks
@@ -1261,6 +1271,7 @@ def wrap_on_device_of_processes(rank: int) -> None:
         (last_rows_that_differ, "sharding of weight with checksum"),
         (wrap_on_device, "sharding of 1.weight with checksum"),
         (wrap_on_device, "call torch_xla.manual_seed(0) before they build, as torch.manual_seed"),
+        (wrap_on_device_and_end, "have built models of different values"),
         (wrap_on_device_of_processes, "1.weight, 1.bias have not the same values on all ranks"),
     ],
 )

@@ -305,7 +305,16 @@ class Run:
             self.finished.add(rank)
             if self._at_gate and not self.failures:
                 self._fail_early_return()
+            if len(self.finished) == self.num_ranks and not self.failures:
+                self._compare_models()
             self._changed.notify_all()
+
+    def _compare_models(self) -> None:
+        """Fail if ranks that have not met since have sharded models of different values."""
+        facts = [[each for each in own if each.startswith(SHARDING)] for own in self._traced]
+        common = min(map(len, facts))
+        if difference := first_difference([own[:common] for own in facts]):
+            self.fail(difference)
 
     def _fail_early_return(self) -> None:
         left, waiting = sorted(self.finished), sorted(self._at_gate)

@@ -11,6 +11,7 @@ import torch
 from xla_fsdp.distributed.collectives import LocalCollectives
 from xla_fsdp.distributed.shard_layout import ShardLayout
 from xla_fsdp.fsdp.engine.packing import ShardPacking
+from xla_fsdp.fsdp.engine.schedule import ScheduleLog
 from xla_fsdp.scan.weights import BlockWeights
 
 RANKS, WIDTH = 16, 1024
@@ -25,7 +26,9 @@ def weights_of(*rows: int, ranks: int = RANKS) -> BlockWeights:
         )
         for shape in shapes
     ]
-    group: Any = SimpleNamespace(params=params, collectives=LocalCollectives(0, ranks))
+    group: Any = SimpleNamespace(
+        params=params, collectives=LocalCollectives(0, ranks), log=ScheduleLog()
+    )
     return BlockWeights(group, gather_once_below=WIDTH)
 
 

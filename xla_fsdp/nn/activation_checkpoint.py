@@ -35,7 +35,8 @@ from xla_fsdp.distributed.higher_order import explain_hooks, in_transform
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device, present, through, version_of
 from xla_fsdp.fsdp.engine.inputs import Inputs
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
-from xla_fsdp.fsdp.engine.schedule import current_pass, running_units
+from xla_fsdp.fsdp.engine.schedule import running_units
+from xla_fsdp.fsdp.engine.scopes import current_pass, scope
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.wrap import has_forward
 from xla_fsdp.xla import ops
@@ -479,6 +480,10 @@ class Region:
         # Usually unsharded already; not if backward began at a tensor inside the module.
         for unit in self._units:
             unit.ensure_unsharded()
+        with scope(self.unit.log.unit if self.unit else "unit", "recompute"):
+            return self._run_again()
+
+    def _run_again(self) -> list[Tensor]:
         saved = _Saved()
         args, kwargs = self._inputs()
         hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
 from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.fsdp.engine.schedule import current_pass
+from xla_fsdp.fsdp.engine.scopes import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.optim.guards import is_guard
 from xla_fsdp.optim.held_params import held_elsewhere

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.context_parallel import context_key
-from xla_fsdp.fsdp.engine.schedule import current_pass, running_units
+from xla_fsdp.fsdp.engine.schedule import running_units
+from xla_fsdp.fsdp.engine.scopes import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.transitions import UnitState
 from xla_fsdp.nn.activation_checkpoint import in_region, is_checkpointed

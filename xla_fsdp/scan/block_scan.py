@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.autograd import on_device
-from xla_fsdp.fsdp.engine.schedule import current_pass
+from xla_fsdp.fsdp.engine.scopes import current_pass, joined
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.remat_policy import ActivationStore, policy_of
 from xla_fsdp.scan.autograd import ForwardCounter, PositionCall, ScanCall
@@ -468,7 +468,9 @@ class BlockScan:
         for at in range(plan.period):
             numbers = plan.numbers_at(at)
             template = template_of(at, 0)
-            weights = BlockWeights(template.unit.group, self._options.gather_once_below)
+            name = joined([blocks.units[number].log.unit for number in numbers])
+            below = self._options.gather_once_below
+            weights = BlockWeights(template.unit.group, below, name)
             positions.append(Position(template, weights, calls[numbers[0]].others))
             inputs.append(_position_call(blocks, template, numbers, found.values[at]))
         call = ScanCall(

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from xla_fsdp.fsdp.engine.scopes import current_pass, scope
 from xla_fsdp.nn.remat_policy import ActivationStore, Recorded, RematPolicy, Replay, is_replaced
 from xla_fsdp.scan.errors import NoLoopError
 from xla_fsdp.scan.tracing import Template, body_difference, split
@@ -107,12 +108,14 @@ class Position:
     ) -> Tensor:
         """Run the block with unsharded parameters and the slices ``given``; return its output."""
         template = self.template
+        phase = "forward" if current_pass() == -1 else "recompute"
         own, shared = iter(given.own), iter(given.shared)
         held = [
             next(shared) if at in template.shared else next(own)
             for at in range(len(template.state.tensors))
         ]
-        _, output, _ = template.run(params, held, [x, *others], list(own))
+        with scope(self.weights.name, phase):
+            _, output, _ = template.run(params, held, [x, *others], list(own))
         return output
 
     def as_leaves(self, params: list[Tensor]) -> list[Tensor]:
@@ -270,9 +273,10 @@ def backward_program(
             x, *saved = (once[index] for index in forward.saved_at[at])
             params, following = _gathered(blocks, own, following, at, at - 1)
             _seed_own_numbers(blocks, at)
-            grad, grads, other_grads, node = _differentiate(
-                position, forward.replays[at], own, at, x, params, saved, needs, grad
-            )
+            with scope(position.weights.name, "backward"):
+                grad, grads, other_grads, node = _differentiate(
+                    position, forward.replays[at], own, at, x, params, saved, needs, grad
+                )
             nodes.append(node)
             if collected[at]:
                 grad = grad + next(of_inputs)

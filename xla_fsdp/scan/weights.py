@@ -10,9 +10,11 @@ Invariant: only the first dim of a stack depends on the number of blocks.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +24,24 @@ from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.xla import ops
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 TOGETHER = 2**22
 """Elements of gradients that a loop may reduce together. A ring cannot start before the last of
 its gradients: that of a block's first matrix, if all share one."""
+
+
+def _of_all_blocks(method: Callable[P, T]) -> Callable[P, T]:
+    """Let a method of ``BlockWeights`` tell of all blocks what the group of the first one does."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        weights: Any = args[0]
+        with weights.group.log.of(weights.name):
+            return method(*args, **kwargs)
+
+    return run
 
 
 class BlockWeights:
@@ -36,10 +53,12 @@ class BlockWeights:
     Args:
         group: parameters of the first block.
         gather_once_below: a parameter of fewer elements is small.
+        name: of all blocks.
     """
 
-    def __init__(self, group: FSDPParamGroup, gather_once_below: int) -> None:
+    def __init__(self, group: FSDPParamGroup, gather_once_below: int, name: str = "blocks") -> None:
         self.group = group
+        self.name = name
         numels = [param.packing.layout.numel for param in group.params]
         self.small = [at for at, numel in enumerate(numels) if numel < gather_once_below]
         self.large = [at for at, numel in enumerate(numels) if numel >= gather_once_below]
@@ -73,6 +92,7 @@ class BlockWeights:
         first, others = late[:2], late[2:]
         return [[at] for at in (*sorted(first, key=self._numel, reverse=True), *others)]
 
+    @_of_all_blocks
     def gather(
         self,
         params: Sequence[int],
@@ -85,6 +105,7 @@ class BlockWeights:
         ready = [cast(each, param.compute_dtype or each.dtype) for param, each in pairs]
         return self.group.gather.unshard_sent(self._params(params), ready)
 
+    @_of_all_blocks
     def reduce(self, params: Sequence[int], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Reduce-scatter unsharded gradients of one block, by original; return the sums by
         parameter, without parameters that have no gradient."""
@@ -106,6 +127,7 @@ class BlockWeights:
             runs[-1].append(at)
         return runs
 
+    @_of_all_blocks
     def gather_small(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """All-gather the small parameters of all blocks from stacks of sent tensors; return their
         originals, [length, *shape] each."""
@@ -120,6 +142,7 @@ class BlockWeights:
                 for original in _unpack(param, _swap(stack, ranks, len(own)))
             ]
 
+    @_of_all_blocks
     def reduce_small(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Reduce-scatter gradients of small parameters, [length, *shape] by original; return the
         sums, [length, shard size] by parameter."""
@@ -134,6 +157,7 @@ class BlockWeights:
         pairs = zip(packed.items(), sums, strict=True)
         return {at: each.reshape(len(stack), -1) for (at, stack), each in pairs}
 
+    @_of_all_blocks
     def sum_replicas(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
         """All-reduce stacks of gradients, by parameter, over the replicas."""
         flat = {at: stack.reshape(-1) if at in self.small else stack for at, stack in sums.items()}

@@ -26,6 +26,7 @@ from xla_fsdp.distributed.collectives import (
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
+from xla_fsdp.fsdp.engine.scopes import in_phase
 from xla_fsdp.xla import ops
 
 ReducedBuckets = dict[Bucket, Tensor]
@@ -107,6 +108,7 @@ class ReduceScatter:
 
     # ------------------------------------------------------------ sums
 
+    @in_phase("reduce-scatter")
     def scatter(
         self,
         grads: Mapping[int, Tensor],
@@ -132,6 +134,7 @@ class ReduceScatter:
         buckets = self._buckets_of(packed)
         return {each: self._scatter(each, packed, by, self._params) for each in buckets}
 
+    @in_phase("reduce-scatter")
     def scatter_alone(self, number: int, grad: Tensor, by: Collectives) -> ReducedBuckets:
         """Reduce-scatter the gradient of original parameter ``number``, one of ``alone``, by these
         collectives."""
@@ -142,6 +145,7 @@ class ReduceScatter:
         which has a bucket of its own."""
         return dict.fromkeys(self._buckets_of({at: total}), total)
 
+    @in_phase("reduce-scatter")
     def scatter_tensors(
         self, tensors: Sequence[Tensor], by: Collectives | None = None
     ) -> list[Tensor]:
@@ -162,6 +166,7 @@ class ReduceScatter:
         found = self.unpack({each: self._scatter(each, numbered, by) for each in buckets})
         return [found[at] for at in range(len(tensors))]
 
+    @in_phase("all-reduce")
     def sum_replicas(self, reduced: ReducedBuckets) -> ReducedBuckets:
         """Sum ``reduced`` over the replicas."""
         if self._replicas.num_shards == 1:
@@ -171,6 +176,7 @@ class ReduceScatter:
             for each, total in reduced.items()
         }
 
+    @in_phase("all-reduce")
     def sum_replicas_of(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Sum tensors of any shapes, by number, over the replicas."""
         buckets = buckets_for(tensors, self._limit)

@@ -24,6 +24,7 @@ from torch.autograd import Variable
 
 from xla_fsdp.distributed.collectives import Collectives, Meanwhile, RingCollectives
 from xla_fsdp.fsdp.engine.param_guards import Dummies, forward_code
+from xla_fsdp.fsdp.engine.scopes import backward_scopes, current_pass
 from xla_fsdp.xla import ops
 
 
@@ -40,10 +41,6 @@ class Deferred(Protocol):
 
     def finish(self) -> None: ...
     def drop(self) -> None: ...
-
-
-current_pass = torch._C._current_graph_task_id
-"""Returns the number of the backward pass that the calling thread runs, or -1 outside of one."""
 
 
 # ---------------------------------------------------------------- forwards that run
@@ -307,6 +304,7 @@ class Schedule:
             self._free(*{*self._holding.values()} - {-1})
 
     def _end(self, number: int) -> None:
+        backward_scopes.leave_all()
         self._passes.discard(number)
         self._free(number)
         if self._passes:
@@ -365,6 +363,15 @@ class ScheduleLog:
 
     def __init__(self) -> None:
         self.unit = "root"
+
+    @contextlib.contextmanager
+    def of(self, unit: str) -> Iterator[None]:
+        """Tell of ``unit`` inside the block."""
+        before, self.unit = self.unit, unit
+        try:
+            yield
+        finally:
+            self.unit = before
 
     def sends(
         self, what: str, sent: Tensor, numbers: Iterable[int] = (), params: Sequence[Any] = ()

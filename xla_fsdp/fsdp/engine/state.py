@@ -50,11 +50,12 @@ from xla_fsdp.fsdp.engine.registry import register_unsharded_views
 from xla_fsdp.fsdp.engine.schedule import (
     GatherQueue,
     Schedule,
-    current_pass,
+    ScheduleLog,
     queue_around,
     running,
     running_units,
 )
+from xla_fsdp.fsdp.engine.scopes import backward_scopes, current_pass, in_phase
 from xla_fsdp.fsdp.engine.shard_tensor import refuse_shards
 from xla_fsdp.fsdp.engine.transitions import (
     NEEDS_GATHER,
@@ -189,7 +190,12 @@ class FSDPState:
         self.loops = LoopCache()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.group.log.unit}: {self.state.name}, {self.group!r})"
+        return f"{type(self).__name__}({self.log.unit}: {self.state.name}, {self.group!r})"
+
+    @property
+    def log(self) -> ScheduleLog:
+        """Tells what the unit gathers, frees and reduces; has its name."""
+        return self.group.log
 
     @property
     def schedule(self) -> Schedule:
@@ -514,6 +520,7 @@ class FSDPState:
                 self._on(Event.FORWARD_DONE)
         return map_tensors(self.cast_output, outputs)
 
+    @in_phase("forward")
     def _compute(
         self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Outputs]
     ) -> Any:
@@ -585,6 +592,7 @@ class FSDPState:
         found = through(node, outputs.tensors)
         return outputs.replaced(found, self.cast_output)
 
+    @in_phase("recompute")
     def _recompute(
         self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Outputs]
     ) -> Any:
@@ -652,7 +660,9 @@ class FSDPState:
             else:
                 self._unshard_until_end_of_pass(self._unshard_for_backward(before, saved))
             _prefetch(settings.backward_prefetch, before, in_backward=True)
-        return self._tie_grads(self.schedule.after_rings(grads))
+        ready = self._tie_grads(self.schedule.after_rings(grads))
+        backward_scopes.enter(self, self.log.unit)
+        return ready
 
     def unsharded_for_saved(self, call: ForwardCall) -> Sequence[Tensor]:
         """Return the unsharded parameters in backward. Gathers them if no ``PreBackward`` node has
@@ -732,6 +742,7 @@ class FSDPState:
 
     def post_backward(self, call: ForwardCall) -> None:
         """Free the parameters, as all gradients of ``call`` are computed."""
+        backward_scopes.leave(self)
         # Not in the inner pass of a reentrant checkpoint: the outer pass still needs them.
         if self.schedule.end_hold(self) or call.recomputed:
             self._end_backward()

@@ -39,12 +39,12 @@ from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
 from xla_fsdp.fsdp.engine.module_state import ModuleState
 from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard, remember
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.scopes import turn_on_if_asked
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded, make_shard
 from xla_fsdp.fsdp.engine.slots import ModuleAttr, OriginalParam
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.managed import ManagedModules
 from xla_fsdp.fsdp.init.peer_values import note_values
-from xla_fsdp.fsdp.init.unit_names import turn_on_if_asked
 from xla_fsdp.nn.embedding_grad import sum_small_in_float32
 from xla_fsdp.nn.large_linear import compute_in_pieces
 from xla_fsdp.optim import guards

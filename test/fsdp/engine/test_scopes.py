@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import Any
 
 import pytest
 
 from test.common.ranks import run_on_ranks
-from xla_fsdp.fsdp.init.unit_names import VARIABLE, joined, label_of
+from xla_fsdp.fsdp.engine.scopes import VARIABLE, joined, label_of
 
 
 def trained(rank: int) -> dict[str, Any]:
@@ -105,8 +105,7 @@ def looped() -> dict[str, Any]:
         plain = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
     blocks = nn.Sequential(*map(XlaFullyShardedDataParallel, plain))
     scan_blocks(blocks, stacked=True, gather_once_below=5)
-    model = XlaFullyShardedDataParallel(nn.Sequential())
-    model.module.add_module("blocks", blocks)
+    model = XlaFullyShardedDataParallel(nn.Sequential(OrderedDict(blocks=blocks)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     compiled = []
     for _ in range(6):

@@ -1,0 +1,168 @@
+"""Scopes that name units and phases in the metadata of traced programs.
+
+An operation's ``op_name`` in the HLO then holds the phase in which a unit traced it, such as
+``blocks.3/all-gather.1``, innermost last; profiles and dumps show it. Phases are in ``PHASES``.
+Blocks that run as a loop have one name, such as ``blocks.0-11``. torch_xla numbers equal scopes,
+and notes them only in its debug mode for IR, which takes the Python stack of every operation: so
+there are none outside of ``units_named``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from xla_fsdp.xla.graph import Scope, metadata
+
+VARIABLE = "XLA_FSDP_UNIT_NAMES"
+
+PHASES = ("forward", "recompute", "backward", "all-gather", "reduce-scatter", "all-reduce")
+
+_SCOPE = re.compile(rf"([^/]+)/({'|'.join(PHASES)})(?:\.\d+)?(?=/|$)")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_named = threading.Lock()  # held while units are named
+
+
+def label_of(op_name: str) -> str:
+    """Return the unit and phase in an operation's ``op_name``, such as "blocks.3: reduce-scatter"
+    or "blocks.3: all-gather, forward"; "" if it was traced outside of units."""
+    found = _SCOPE.findall(op_name)
+    if not found:
+        return ""
+    unit, phase = found[-1]
+    passes = [each for _, each in found if each in ("forward", "backward")]
+    of_pass = f", {passes[-1]}" if phase == "all-gather" and passes else ""
+    return f"{unit}: {phase}{of_pass}"
+
+
+def turn_on_if_asked() -> None:
+    """Name the units of this process from now on if ``XLA_FSDP_UNIT_NAMES`` is 1."""
+    if os.environ.get(VARIABLE) == "1":
+        _named_for_good()
+
+
+@functools.cache
+def _named_for_good() -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    stack.enter_context(units_named())
+    return stack
+
+
+@contextlib.contextmanager
+def units_named() -> Iterator[None]:
+    """Name units in what is traced inside the block. A block inside another does nothing."""
+    if not _named.acquire(blocking=False):
+        yield
+        return
+    try:
+        with metadata(True):
+            yield
+    finally:
+        _named.release()
+
+
+current_pass = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that the calling thread runs, or -1 outside of one."""
+
+
+def scope(unit: str, phase: str) -> AbstractContextManager[None]:
+    """Name what is traced inside the block, if units are named."""
+    return _opened(f"{unit}/{phase}") if _named.locked() else nullcontext()
+
+
+@contextlib.contextmanager
+def _opened(name: str) -> Iterator[None]:
+    opened = Scope(name)
+    try:
+        yield
+    finally:
+        opened.close()
+
+
+def in_phase(phase: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a method run in a scope of this phase of the unit of which its object has the ``log``."""
+
+    def decorated(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            owner: Any = args[0]
+            with scope(owner.log.unit, phase):
+                return method(*args, **kwargs)
+
+        return run
+
+    return decorated
+
+
+def in_gather(method: Callable[P, T]) -> Callable[P, T]:
+    """Let a method run in the scopes of an all-gather and of the pass that it is in."""
+    gather = in_phase("all-gather")(method)
+    forward, backward = in_phase("forward")(gather), in_phase("backward")(gather)
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return (forward if current_pass() == -1 else backward)(*args, **kwargs)
+
+    return run
+
+
+class _BackwardScopes(threading.local):
+    """Of the units whose backward the calling thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[object, Scope]] = []
+        self._pass = -1
+
+    def enter(self, unit: object, name: str) -> None:
+        """Name what the backward of ``unit`` traces from now on, if units are named."""
+        if not _named.locked():
+            return
+        if self._pass != current_pass():  # or a pass has raised in this thread
+            self.leave_all()
+            self._pass = current_pass()
+        self._open.append((unit, Scope(f"{name}/backward")))
+
+    def leave(self, unit: object) -> None:
+        """End the scope of ``unit``, and of those inside it."""
+        units = [each for each, _ in self._open]
+        if unit in units:
+            self._close_from(units.index(unit))
+
+    def leave_all(self) -> None:
+        """End all scopes: units without parameters and gradients of inputs end with their pass."""
+        self._close_from(0)
+
+    def _close_from(self, first: int) -> None:
+        while len(self._open) > first:
+            self._open.pop()[1].close()
+
+
+backward_scopes = _BackwardScopes()
+
+
+def joined(names: Sequence[str]) -> str:
+    """Return one name for several modules, such as "blocks.0-11" or "blocks.0,2,...,10"."""
+    first, last = names[0], names[-1]
+    if first == last:
+        return first
+    parts = list(zip(first.split("."), last.split("."), strict=False))
+    at = next((at for at, (a, b) in enumerate(parts) if a != b), 0)
+    start, end = parts[at]
+    if not (start.isdecimal() and end.isdecimal() and int(end) > int(start)):
+        return f"{first}...{last}"
+    step, rest = divmod(int(end) - int(start), len(names) - 1)
+    numbers = f"{start}-{end}"
+    if step > 1 and not rest:
+        numbers = f"{start},{int(start) + step},...,{end}" if len(names) > 2 else f"{start},{end}"
+    return ".".join([*(a for a, _ in parts[:at]), numbers, *(a for a, _ in parts[at + 1 :])])

@@ -46,7 +46,7 @@ from xla_fsdp.preflight.compile.compiler import (
     compile_program,
     compiler_environment,
 )
-from xla_fsdp.preflight.read.hlo import Instruction, Module
+from xla_fsdp.preflight.read.hlo import Computation, Instruction, Module
 from xla_fsdp.preflight.read.report import Report
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 from xla_fsdp.preflight.trace.program import Program, Traced
@@ -390,25 +390,26 @@ _MOVES = frozenset(
 """What moves values and computes where they are."""
 
 
+PARTS = ("products", "optimizer", "sums in rings", "collectives", "casts", "copies", "others")
+
+
 def _parts(result: Result) -> dict[str, float]:
     """Return seconds of compute by what is done, as the compiler's cycles have it. A fusion counts
     for the first of these that is in it."""
     module = Module(result.compiled.text)
     chip = find_topology(result.report.topology).chip
-    found = dict.fromkeys(
-        ("products", "optimizer", "collectives", "casts", "copies", "others"), 0.0
-    )
+    found = dict.fromkeys(PARTS, 0.0)
     for execution in module.executions:
         if execution.caller is not None and execution.caller.opcode == "fusion":
             continue
         for each in execution.computation.instructions:
             seconds = each.cycles / chip.clock_hz + each.kernel_flops / chip.peak_flops
             if seconds:
-                found[_part(module, each)] += seconds * execution.times
+                found[_part(module, execution.computation, each)] += seconds * execution.times
     return found
 
 
-def _part(module: Module, each: Instruction) -> str:
+def _part(module: Module, inside: Computation, each: Instruction) -> str:
     lines = list(_lines_in(module, each))
     opcodes = {line.opcode for line in lines}
     if opcodes & {"dot", "convolution"} or each.kernel_flops:
@@ -417,6 +418,9 @@ def _part(module: Module, each: Instruction) -> str:
         return "optimizer"
     if any(opcode.startswith(("all-", "collective-", "reduce-scatter")) for opcode in opcodes):
         return "collectives"
+    sources = (inside.source(name) for name in each.operands)
+    if any(source and source.opcode.startswith("collective-permute") for source in sources):
+        return "sums in rings"
     arithmetic = any(line.opcode in _ARITHMETIC and "f" in "".join(line.dtypes) for line in lines)
     if arithmetic or opcodes - _MOVES - {"convert"}:
         return "others"

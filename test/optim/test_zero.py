@@ -174,21 +174,26 @@ def test_every_class_steps_as_it_does_plainly(name: str) -> None:
 
 @scenario
 def unknown_classes(rank: int) -> Any:
+    given = []
+
     class Own(torch.optim.SGD):
-        pass
+        def step(self, closure: Any = None, *, times: int = 1) -> None:  # type: ignore[override]
+            given.append(times)
+            super().step()
 
     params = list(on_device(Tiny).parameters())
     with recorded_warnings() as texts:
-        sliced = [
-            zero(params, Own, lr=0.1).is_sliced,
-            zero(params, Own, elementwise=True).is_sliced,
-        ]
-    return sliced, texts
+        optimizers = [zero(params, Own, lr=0.1), zero(params, Own, elementwise=True)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for optimizer in optimizers:
+        optimizer.step(times=3)
+    return [each.is_sliced for each in optimizers], given, texts
 
 
 def test_an_unknown_class_steps_whole_parameters_unless_told() -> None:
-    sliced, [text] = result("unknown_classes")
-    assert sliced == [False, True]
+    sliced, given, [text] = result("unknown_classes")
+    assert (sliced, given) == ([False, True], [3, 3])
     assert "Own is not known" in text
     assert "pass elementwise=True" in text
 

@@ -143,7 +143,11 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
 
     @torch.no_grad()
     def step(
-        self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        found_inf: Tensor | None = None,
+        **others: Any,
     ) -> Any:
         """Make one step of ``inner_class`` in fp32.
 
@@ -151,6 +155,7 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
             closure: computes loss and gradients again; called once.
             found_inf: for the optimizers of ``torch_xla.amp.syncfree``: a scalar, not 0 skips the
                 step.
+            others: given to the ``step`` of ``inner_class``.
 
         Returns:
             The closure's result.
@@ -163,7 +168,7 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         salts = self._salts(stepped)
         for param in stepped:
             self._to_inner(param)
-        self._step_inner(found_inf)
+        self._step_inner(found_inf, others)
         for param in stepped:
             self._from_inner(param, salts.get(param))
         for group in self.param_groups if self._rounds else ():

@@ -86,15 +86,16 @@ class SurrogateOptimizer(Optimizer, ABC):
     def _begin_step(self, closure: Callable[[], Any] | None, found_inf: Any) -> Any:
         """Check the arguments of a step, and return what the closure does."""
         self._check_found_inf(found_inf)
-        if closure is None:
+        if not closure:
             return None
         with torch.enable_grad():
             return closure()
 
-    def _step_inner(self, found_inf: Any) -> None:
+    def _step_inner(self, found_inf: Any, others: dict[str, Any]) -> None:
         self._options_to_inner()
-        options = {} if found_inf is None else {"found_inf": found_inf}
-        self.inner.step(**options)
+        if found_inf is not None:
+            others = {**others, "found_inf": found_inf}
+        self.inner.step(**others)
         self._options_from_inner()
 
     def _check_found_inf(self, found_inf: Any) -> None:

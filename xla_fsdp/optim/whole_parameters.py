@@ -71,7 +71,11 @@ class WholeParameterOptimizer(SurrogateOptimizer):
 
     @torch.no_grad()
     def step(
-        self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        found_inf: Tensor | None = None,
+        **others: Any,
     ) -> Any:
         """Make one step of ``optimizer_class`` on whole parameters. Every rank must call it.
 
@@ -79,6 +83,7 @@ class WholeParameterOptimizer(SurrogateOptimizer):
             closure: computes loss and gradients again; called once.
             found_inf: for the optimizers of ``torch_xla.amp.syncfree``: a scalar, not 0 skips the
                 step.
+            others: given to the ``step`` of ``optimizer_class``.
 
         Returns:
             The closure's result.
@@ -92,7 +97,7 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         try:
             self._to_inner(stepped)
             with ops.ScaledProducts():
-                self._step_inner(found_inf)
+                self._step_inner(found_inf, others)
             self._from_inner(stepped)
         finally:
             for each in stepped:

@@ -143,7 +143,11 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
 
     @torch.no_grad()
     def step(
-        self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        found_inf: Tensor | None = None,
+        **others: Any,
     ) -> Any:
         """Reduce the gradients (unless clipping has done so), step, and all-gather the results.
 
@@ -151,6 +155,7 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             closure: computes loss and gradients again; LBFGS calls it several times.
             found_inf: for the optimizers of ``torch_xla.amp.syncfree``: a scalar, not 0 skips the
                 step; the same on every rank, as ``ShardedGradScaler`` makes it.
+            others: given to the ``step`` of ``optimizer_class``.
 
         Returns:
             The closure's result (its average, if the optimizer needs unsharded parameters).
@@ -160,17 +165,17 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             ValueError: if ``found_inf`` is given to an optimizer that does not take it.
         """
         self._check_found_inf(found_inf)
-        if closure is not None and not self.is_sliced:
+        if closure and not self.is_sliced:
             self._options_to_inner()
-            loss: Any = self.inner.step(lambda: self._averaged_closure(closure))
+            loss: Any = self.inner.step(lambda: self._averaged_closure(closure), **others)
             self._options_from_inner()
             return loss
         result = self._begin_step(closure, found_inf)
         reduced = self._reduce(strict=True)
         if self.is_sliced:
-            self._step_slices(reduced, found_inf)
+            self._step_slices(reduced, found_inf, others)
         else:
-            self._step_inner(found_inf)
+            self._step_inner(found_inf, others)
         self._reduced = None
         return result
 
@@ -291,10 +296,12 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
                 grad.copy_(mean)
         return grads
 
-    def _step_slices(self, reduced: _Reduced, found_inf: Tensor | None) -> None:
+    def _step_slices(
+        self, reduced: _Reduced, found_inf: Tensor | None, others: dict[str, Any]
+    ) -> None:
         params = reduced.params
         with self.slices.filled(params, reduced.grads):
-            self._step_inner(found_inf)
+            self._step_inner(found_inf, others)
             values = self.slices.all_gather(params, [self.slices.of(param) for param in params])
         for param, value in zip(params, values, strict=True):
             param.copy_(value)

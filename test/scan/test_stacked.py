@@ -137,6 +137,7 @@ def leaves(rank: int) -> dict[str, Any]:
         "fulls": [stack.full_tensor()[2].cpu(), shown.full_tensor().cpu()],
         "to_local": tuple(stack.to_local().shape),
         "printed": repr(in_place),
+        "a layer": repr(in_place.blocks[1].up),
     }
 
 
@@ -157,6 +158,7 @@ def test_an_optimizer_sees_one_parameter_for_all_blocks() -> None:
 
 def test_a_model_with_stacks_is_printed_as_without() -> None:
     printed = result("leaves")["printed"]
+    assert result("leaves")["a layer"] in printed
     assert f"(0-{DEPTH - 1}): {DEPTH} x " in printed
     assert f"(up): Linear(in_features={WIDTH}, out_features={HIDDEN}" in printed
 

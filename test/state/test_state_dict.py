@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -464,3 +466,66 @@ def test_a_module_of_a_flat_unit_has_its_names() -> None:
         "outer": ["0.flat_param_0"],
         "full": True,
     }
+
+
+class Adapted(nn.Module):
+    """A layer for an adapter, and one that is trained as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(FEATURES, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x).tanh())
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["base"], modules_to_save=["head"])
+    return get_peft_model(Adapted(), config)
+
+
+@scenario
+def adapters_of_a_flat_unit(rank: int) -> dict[str, Any]:
+    """Two steps on the same rows, beside the plain model; what is saved, and the model without."""
+    if find_spec("peft") is None:
+        return {}
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    from xla_fsdp import full_state_dict
+
+    plain, model = make(adapted), fsdp(make(adapted), **OPTIONS["flat"])
+    outputs = []
+    for each, batch in ((plain, rows().cpu()), (model, rows())):
+        trained = [param for param in each.parameters() if param.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(batch).square().sum().backward()
+            optimizer.step()
+        with torch.no_grad(), each.disable_adapter():
+            outputs.append(each(batch).cpu())
+
+    def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+        return found.keys() == expected.keys() and all(
+            torch.allclose(found[name], value, atol=1e-5) for name, value in expected.items()
+        )
+
+    whole = full_state_dict(model)
+    saved = {k: v.cpu() for k, v in get_peft_model_state_dict(model.module, whole).items()}
+    fresh = make(adapted)
+    set_peft_model_state_dict(fresh, saved)
+    with torch.no_grad():
+        loaded = fresh(rows().cpu()), plain(rows().cpu())
+    return {
+        "without": torch.allclose(*outputs, atol=1e-5),
+        "saved": close(saved, get_peft_model_state_dict(plain)),
+        "loaded": torch.allclose(*loaded, atol=1e-5),
+    }
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+def test_an_adapter_and_what_it_saves_of_a_flat_unit() -> None:
+    expected = {"without": True, "saved": True, "loaded": True}
+    assert result("adapters_of_a_flat_unit") == expected

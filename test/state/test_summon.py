@@ -20,6 +20,14 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     )
 
 
+def own_names(model: nn.Module) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """Names and shapes of the parameters that are each module's own."""
+    return {
+        name: [(own, tuple(p.shape)) for own, p in module.named_parameters(recurse=False)]
+        for name, module in model.named_modules()
+    }
+
+
 @scenario
 def summon_shows_the_plain_model(rank: int) -> dict[str, bool]:
     from xla_fsdp import XlaFullyShardedDataParallel
@@ -37,6 +45,7 @@ def summon_shows_the_plain_model(rank: int) -> dict[str, bool]:
                 found[f"{name}, host {on_host}"] = equal(
                     dict(model.named_parameters()), dict(plain.named_parameters())
                 )
+                found[f"{name}, host {on_host}, own"] = own_names(model) == own_names(plain)
         shards = {n: p.to_local().shape for n, p in model.named_parameters()}
         again = nested(make(model_class), **options)
         found[f"{name}, shards afterwards"] = states(model) == {"SHARDED"} and shards == {
@@ -47,7 +56,7 @@ def summon_shows_the_plain_model(rank: int) -> dict[str, bool]:
 
 def test_summoned_parameters_are_those_of_the_plain_model() -> None:
     found = result("summon_shows_the_plain_model")
-    assert len(found) == 12
+    assert len(found) == 20
     assert all(found.values()), found
 
 

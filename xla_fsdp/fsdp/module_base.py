@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.format.save_numbers import numbered
@@ -15,7 +14,6 @@ from xla_fsdp.distributed.collectives import XlaCollectives
 from xla_fsdp.fsdp.engine.conversions import without_swaps
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase, outermost_units, units_in
 from xla_fsdp.fsdp.engine.stacked_params import slice_of
-from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.optim.clip_grad import check_gradients, clip_grads, clip_grads_by_value_
 from xla_fsdp.state.metadata import describe
 from xla_fsdp.state.summon import SummonOptions, summoned
@@ -23,10 +21,6 @@ from xla_fsdp.state.summon import SummonOptions, summoned
 
 class ShardedModule(FSDPModuleBase):
     """A module that runs as a unit. Methods reach the units inside it, too, unless they say no."""
-
-    def __repr__(self) -> str:
-        with _all_attributes(units_in(self)):  # type: ignore[arg-type]
-            return super().__repr__()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         with without_swaps():
@@ -210,24 +204,3 @@ class ShardedModule(FSDPModuleBase):
                 first, or if tensor parallelism has cut parameters that no unit shards.
         """
         return numbered(describe(self._fsdp_module()).to_dict())
-
-
-@contextlib.contextmanager
-def _all_attributes(units: list[FSDPState]) -> Iterator[None]:
-    """Let layers have the parameters that flat shards and stacks hold for them, without values:
-    their ``extra_repr`` asks for them."""
-    missing = [
-        (owner, original.shape)
-        for unit in units
-        for param in unit.group.params
-        for original in param.originals
-        for owner in original.owners
-        if owner.attribute not in owner.module._parameters
-    ]
-    for owner, shape in missing:
-        owner.point_at(torch.empty(shape, device="meta"))
-    try:
-        yield
-    finally:
-        for owner, _ in missing:
-            owner.remove()

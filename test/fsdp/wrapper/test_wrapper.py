@@ -277,6 +277,7 @@ def looks_like_the_module(rank: int) -> dict[str, Any]:
         "absent": message(lambda: sequence.nothing),
         "representation": "world_size=2" in repr(sequence),
         "layers of a flat one": "Linear(in_features" in repr(flat),
+        "a layer of a flat one": "bias=True" in repr(flat[0]),
         "attributes of a flat one": hasattr(flat[0], "bias"),
     }
 
@@ -290,6 +291,7 @@ def test_the_wrapper_forwards_what_it_lacks() -> None:
     assert found["absent"].startswith("AttributeError")
     assert found["representation"]
     assert found["layers of a flat one"]
+    assert found["a layer of a flat one"]
     assert not found["attributes of a flat one"]
 
 

@@ -22,7 +22,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.distributed.shard_layout import ShardLayout
 from xla_fsdp.fsdp.engine.packing import cut_shard, packing_of
 from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.fsdp.engine.slots import ModuleAttr, OriginalParam, ParamSlots, name_in_state_dicts
+from xla_fsdp.fsdp.engine.slots import (
+    ModuleAttr,
+    OriginalParam,
+    ParamSlots,
+    name_in_state_dicts,
+    print_without,
+)
 from xla_fsdp.xla import ops
 
 
@@ -75,6 +81,7 @@ class FSDPParam:
         if home is not None:
             home.register_parameter(key, shard)
             for original in originals:
+                print_without(original)
                 for owner in original.owners:
                     name_in_state_dicts(owner, original.whole_shape, shard.dtype)
         for owner in self.owners:

@@ -201,3 +201,31 @@ def drop_names(state: dict[str, Any], prefix: str) -> None:
     for key in [key for key in state if key.startswith(prefix)]:
         if hasattr(state[key], "only_names_a_part"):
             del state[key]
+
+
+class _ExtraRepr:
+    """``extra_repr`` of a module that lacks parameters: they are there for it, without values."""
+
+    def __init__(self) -> None:
+        self.lacking: list[tuple[ModuleAttr, torch.Size]] = []
+
+    def __call__(self) -> str:
+        module = self.lacking[0][0].module
+        absent = [each for each in self.lacking if each[0].attribute not in module._parameters]
+        for owner, shape in absent:
+            owner.point_at(torch.empty(shape, device="meta"))
+        try:
+            return type(module).extra_repr(module)
+        finally:
+            for owner, _ in absent:
+                owner.remove()
+
+
+def print_without(original: OriginalParam) -> None:
+    """Let the modules of a parameter be printed while a flat shard or a stack has it for them:
+    layers ask for their biases then, and PEFT prints the layers that it has adapted."""
+    for owner in original.owners:
+        module = owner.module
+        if not isinstance(module.__dict__.get("extra_repr"), _ExtraRepr):
+            module.__dict__["extra_repr"] = _ExtraRepr()
+        module.__dict__["extra_repr"].lacking.append((owner, original.shape))

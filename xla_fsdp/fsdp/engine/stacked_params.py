@@ -22,7 +22,7 @@ from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import held_bytes, held_shape, package_code
 from xla_fsdp.fsdp.engine.registry import remember_group
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like
-from xla_fsdp.fsdp.engine.slots import StackPart
+from xla_fsdp.fsdp.engine.slots import StackPart, print_without
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.host import to_host
 
@@ -78,6 +78,7 @@ def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
     for number, param in enumerate(params):
         param.slots.stack(stack, StackPart(number, len(params)))
         for original in param.originals:
+            print_without(original)
             for owner in original.owners:
                 param.slots.refresh(owner)
     remember(params[0], [stack])

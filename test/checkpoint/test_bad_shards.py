@@ -95,8 +95,8 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["BAD: shard_metadata is of neither xla_fsdp nor torch_xla; expected", "missing ranks"],
     ),
     "newer version": (
-        set_metadata("version", 5),
-        [r"BAD: format version 5 is not known; this xla_fsdp reads version 1, 2, 3, 4", "missin"],
+        set_metadata("version", 6),
+        ["BAD: format version 6 is not known; this xla_fsdp reads version 1, 2, 3, 4, 5", "missin"],
     ),
     "duplicate": (
         set_metadata("rank", 0),

@@ -77,11 +77,16 @@ FOURTH_VERSION = {
     "step": 7,
     "job": "host-1-2f",
 }
+FIFTH_VERSION = {
+    **FOURTH_VERSION,
+    "version": 5,
+    "params": [{**THIRD_VERSION["params"][0], "over_parts": False}],  # type: ignore[index]
+}
 WHOLE = (ParamRecord("w", "float32", 128, (MemberRecord("w", (2, 3)),)),)
 
 
 def some_metadata(**changes: Any) -> ShardMetadata:
-    """What ``FOURTH_VERSION`` describes, as an object, with some fields replaced."""
+    """What ``FIFTH_VERSION`` describes, as an object, with some fields replaced."""
     usual = ShardMetadata(
         rank=1,
         world_size=4,
@@ -104,13 +109,16 @@ def some_metadata(**changes: Any) -> ShardMetadata:
 
 def test_metadata_survives_a_round_trip_through_files(tmp_path: Path) -> None:
     metadata = some_metadata()
-    assert metadata.to_dict() == FOURTH_VERSION
+    assert metadata.to_dict() == FIFTH_VERSION
     torch.save(metadata.to_dict(), tmp_path / "m.pth")
     assert ShardMetadata.from_dict(torch.load(tmp_path / "m.pth", weights_only=True)) == metadata
     assert ShardMetadata.from_dict(json.loads(json.dumps(metadata.to_dict()))) == metadata
 
 
 def test_earlier_versions_are_still_read_and_written() -> None:
+    fourth = some_metadata(version=4)
+    assert ShardMetadata.from_dict(FOURTH_VERSION) == fourth
+    assert fourth.to_dict() == FOURTH_VERSION
     third = some_metadata(version=3, step=None, job=None)
     assert ShardMetadata.from_dict(THIRD_VERSION) == third
     assert third.to_dict() == THIRD_VERSION
@@ -200,7 +208,7 @@ def deep(levels: int) -> list[Any]:
         ({"ties": {"w": "v"}}, "ties: w -> v must lead from an alias"),
         ({"ties": {"a": "b", "b": "w"}}, "ties: a -> b must lead from an alias"),
         ({"buffers": {"b": "float33"}}, "buffers: b 'float33' is not a torch dtype"),
-        ({"version": 5}, "version 5 is not known; this xla_fsdp reads version 1, 2, 3, 4. Up"),
+        ({"version": 6}, "version 6 is not known; this xla_fsdp reads version 1, 2, 3, 4, 5. Up"),
         ({"step": "1"}, "step is str, expected int"),
         ({"job": 1}, "job is int, expected str"),
         ({"tensor_parts": 3}, "tensor_parts is 3, which must divide the world_size, 2"),

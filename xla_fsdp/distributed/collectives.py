@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -108,7 +108,11 @@ class Bucket:
 
 
 def plan_buckets(
-    shapes: Mapping[int, Shape], dtypes: Mapping[int, torch.dtype], limit: float, copies: int = 1
+    shapes: Mapping[int, Shape],
+    dtypes: Mapping[int, torch.dtype],
+    limit: float,
+    copies: int = 1,
+    of_experts: Container[int] = (),
 ) -> tuple[Bucket, ...]:
     """Distribute tensors over as few buckets as possible.
 
@@ -120,19 +124,22 @@ def plan_buckets(
         dtypes: dtypes in which shards are sent, by number of the tensor.
         limit: bytes of consecutive tensors that may share a bucket; one tensor may be larger.
         copies: number of shards of each tensor that count towards the limit.
+        of_experts: numbers of those that go to other ranks, and share no bucket with the others.
     """
-    by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+    by_kind: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
     for number in shapes:
-        by_dtype[dtypes[number]].append(number)
+        by_kind[dtypes[number], number in of_experts].append(number)
     return tuple(
         Bucket(tuple(packed), tuple(shapes[at] for at in packed), dtype)
-        for dtype, numbers in by_dtype.items()
+        for (dtype, _), numbers in by_kind.items()
         for run in _runs(numbers, shapes, limit / (dtype.itemsize * copies))
         for packed in _flat_together(run, shapes)
     )
 
 
-def buckets_for(tensors: Mapping[int, Tensor], limit: float = math.inf) -> tuple[Bucket, ...]:
+def buckets_for(
+    tensors: Mapping[int, Tensor], limit: float = math.inf, of_experts: Container[int] = ()
+) -> tuple[Bucket, ...]:
     """Plan buckets for tensors, by number, that are sent in their own dtypes.
 
     A tensor of several dims is sent as [rows, size of the last dim].
@@ -141,7 +148,8 @@ def buckets_for(tensors: Mapping[int, Tensor], limit: float = math.inf) -> tuple
         number: (each.shape[:-1].numel(), each.shape[-1]) if each.dim() > 1 else tuple(each.shape)
         for number, each in tensors.items()
     }
-    return plan_buckets(shapes, {number: each.dtype for number, each in tensors.items()}, limit)
+    dtypes = {number: each.dtype for number, each in tensors.items()}
+    return plan_buckets(shapes, dtypes, limit, of_experts=of_experts)
 
 
 def by_number(
@@ -229,6 +237,11 @@ class Collectives(Protocol):
         """Divide the ranks into groups of ``size`` neighbours; ``size`` divides ``num_shards``."""
         ...
 
+    def of(self, expert: bool) -> Collectives:
+        """Return those among the ranks that share a parameter: of experts that are cut over an axis
+        of the mesh, ranks that hold the same experts."""
+        ...
+
     def in_rings(self, meanwhile: Meanwhile) -> Collectives:
         """Return collectives whose reductions can overlap with what is computed meanwhile.
 
@@ -260,6 +273,7 @@ class XlaCollectives:
         num_shards: the size of a group.
         steps: replica groups of consecutive reduce-scatters that together make one over ``groups``
             (default: one along each axis of the TPU's torus, where there is a torus).
+        experts: collectives among those that hold the same experts (default: these).
 
     Raises:
         ValueError: if the sizes of the steps' groups do not multiply to ``num_shards``.
@@ -271,7 +285,9 @@ class XlaCollectives:
         rank: int,
         num_shards: int,
         steps: Sequence[Groups] | None = None,
+        experts: Collectives | None = None,
     ) -> None:
+        self._experts = experts
         self.groups = groups
         self.rank = rank
         self.num_shards = num_shards
@@ -289,7 +305,10 @@ class XlaCollectives:
 
     @property
     def key(self) -> Hashable:
-        return repr(self.groups)
+        return repr(self.groups), None if self._experts is None else self._experts.key
+
+    def of(self, expert: bool) -> Collectives:
+        return self._experts if expert and self._experts is not None else self
 
     def split(self, size: int) -> SmallerGroups:
         groups = self._all_groups
@@ -304,7 +323,10 @@ class XlaCollectives:
     def in_rings(self, meanwhile: Meanwhile) -> Collectives:
         if not self.follows_torus:
             return self
-        return RingCollectives(self.groups, self.rank, self.num_shards, self._steps, meanwhile)
+        experts = None if self._experts is None else self._experts.in_rings(meanwhile)
+        return RingCollectives(
+            self.groups, self.rank, self.num_shards, self._steps, meanwhile, experts
+        )
 
     def all_gather(self, bucket: Tensor) -> Tensor:
         return ops.all_gather(bucket, self.groups) if bucket.numel() else bucket
@@ -342,7 +364,7 @@ class RingCollectives(XlaCollectives):
     are rounded to the bucket's dtype at every rank.
 
     Args:
-        groups, rank, num_shards, steps: those of ``XlaCollectives``.
+        groups, rank, num_shards, steps, experts: those of ``XlaCollectives``.
         meanwhile: what the rings are to be hidden under.
     """
 
@@ -353,8 +375,9 @@ class RingCollectives(XlaCollectives):
         num_shards: int,
         steps: Sequence[Groups] | None = None,
         meanwhile: Meanwhile = "loop",
+        experts: Collectives | None = None,
     ) -> None:
-        super().__init__(groups, rank, num_shards, steps)
+        super().__init__(groups, rank, num_shards, steps, experts)
         # The optimizer's step hides only what the first axis of the torus has made smaller.
         self._first_ring = 1 if meanwhile == "step" else 0
         # Outside of loops the compiler begins both ways at once, which takes memory.
@@ -499,6 +522,10 @@ class LocalCollectives:
         across = LocalCollectives(number, self.num_shards // size)
         return SmallerGroups(LocalCollectives(local_rank, size), across)
 
+    def of(self, expert: bool) -> Collectives:
+        """Return this object."""
+        return self
+
     def in_rings(self, meanwhile: Meanwhile) -> Collectives:
         """Return this object: nothing is communicated that compute could hide."""
         return self
@@ -582,11 +609,13 @@ def communication_for(
     sharding_rank: int | None = None,
     sharding_world_size: int | None = None,
     collectives: Collectives | None = None,
+    experts: Mesh | None = None,
 ) -> Communication:
     """Return the collectives of an FSDP module.
 
     ``collectives`` come first, then ``mesh``, whose last axis shards and whose first of two
     replicates, then the ``sharding_`` arguments; the default is to shard over all ranks.
+    ``experts`` is the axis of the mesh that the unit's experts are cut over.
 
     Raises:
         ValueError: if the mesh is not one of this job's ranks.
@@ -596,7 +625,7 @@ def communication_for(
         return Communication(collectives, collectives)
     _refuse_lone_processes()
     if mesh is not None:
-        return _over_mesh(mesh)
+        return _over_mesh(mesh, experts)
     if sharding_groups is None or sharding_rank is None or sharding_world_size is None:
         everyone = all_ranks()
         return Communication(everyone, everyone)
@@ -634,13 +663,17 @@ def _refuse_lone_processes() -> None:
         )
 
 
-def _over_mesh(mesh: Mesh) -> Communication:
+def _over_mesh(mesh: Mesh, experts: Mesh | None) -> Communication:
     check_mesh(mesh)
     shard = mesh.axis_names[-1]
     groups = mesh.groups(shard)
+
+    def among(axes: Mesh) -> Collectives:
+        return along(axes, None if experts is None else along(axes.without(experts)))
+
     return Communication(
-        along(mesh[shard]),
-        along(mesh),
+        among(mesh[shard]),
+        among(mesh),
         along(mesh[mesh.axis_names[0]]) if mesh.ndim > 1 else LocalCollectives(),
         groups if len(groups) > 1 else None,
         covers_all=mesh.size() == mesh.world_size,
@@ -656,10 +689,15 @@ def check_mesh(mesh: Mesh) -> None:
         )
 
 
-def along(mesh: Mesh) -> Collectives:
-    """Return collectives over this rank's group along all axes of ``mesh``."""
-    return _over(mesh.groups(), mesh.local_rank(ops.rank()), mesh.size())
+def along(mesh: Mesh, experts: Collectives | None = None) -> Collectives:
+    """Return collectives over this rank's group along all axes of ``mesh``; ``experts`` are those
+    among ranks that hold the same experts."""
+    return _over(mesh.groups(), mesh.local_rank(ops.rank()), mesh.size(), experts)
 
 
-def _over(groups: Groups | None, rank: int, size: int) -> Collectives:
-    return LocalCollectives() if size == 1 else XlaCollectives(groups, rank, size)
+def _over(
+    groups: Groups | None, rank: int, size: int, experts: Collectives | None = None
+) -> Collectives:
+    if size == 1:
+        return LocalCollectives()
+    return XlaCollectives(groups, rank, size, experts=experts)

@@ -1,8 +1,9 @@
 """Ranks laid out on named axes, and the replica groups along them.
 
 By convention axes are called, outermost first, ``replica`` (ranks hold equal shards), ``shard``
-(ranks share parameters, FSDP), ``context`` (ranks share sequences, and parameters as well) and
-``tensor`` (ranks share layers, tensor parallelism).
+(ranks share parameters, FSDP), ``context`` (ranks share sequences, and parameters as well),
+``expert`` (ranks share experts, and all other parameters as well) and ``tensor`` (ranks share
+layers, tensor parallelism).
 Invariants: a mesh lays out every rank of the job once. A mesh sliced out of it still knows all
 ranks: a collective needs the groups of the whole job, not only the caller's.
 """
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from xla_fsdp.distributed.topology import Coords, Groups, rank_order
 
 REPLICA, SHARD, CONTEXT, TENSOR = "replica", "shard", "context", "tensor"
+EXPERT = "expert"
 
 
 def init_mesh(
@@ -203,6 +205,20 @@ class Mesh:
         """Return the mesh of a single axis called ``name``: all axes of this mesh, row-major."""
         return replace(self, axes=(Axis(name, self.size(), tuple(self._dims(()))),))
 
+    def without(self, other: Mesh) -> Mesh:
+        """Return the mesh with axes that have no dims of ``other``: flattened ones lose these."""
+        lost = set(other._dims(()))
+        axes = []
+        for axis in self.axes:
+            dims = tuple(dim for dim in axis.dims if dim not in lost)
+            size = math.prod(self.layout.shape[dim] for dim in dims)
+            axes.append(Axis(axis.name, size, dims))
+        return replace(self, axes=tuple(axes))
+
+    def covers(self, other: Mesh) -> bool:
+        """Return whether the axes of ``other`` are among the dims of these."""
+        return self.layout == other.layout and set(other._dims(())) <= set(self._dims(()))
+
     def unsharded(self) -> Mesh:
         """Return the mesh on which nothing is sharded: all ranks of a group are replicas."""
         replicas = self.flatten(REPLICA)
@@ -256,15 +272,17 @@ def as_mesh(given: Any) -> Mesh:
 
 
 def as_fsdp_mesh(given: Any) -> Mesh:
-    """Return ``as_mesh`` for FSDP, which shards parameters over ``shard`` and ``context`` together:
-    these two axes are joined.
+    """Return ``as_mesh`` for FSDP, which shards parameters over ``shard`` and ``context`` or
+    ``expert`` together: these two axes are joined.
 
     Raises:
         TypeError, ValueError: as ``as_mesh``.
     """
     mesh = as_mesh(given)
     sharding = tuple(name for name in mesh.axis_names if name != REPLICA)
-    if CONTEXT not in sharding or len(sharding) != 2:
+    if not {CONTEXT, EXPERT} & set(sharding) or len(sharding) != 2:
         return mesh
+    # Ranks of one part of the experts are neighbours, as files of shards have them.
+    sharding = tuple(sorted(sharding, key=EXPERT.__ne__))
     replicas = tuple(axis for axis in mesh.axes if axis.name == REPLICA)
     return Mesh((*replicas, *mesh[sharding].flatten(SHARD).axes), mesh.layout)

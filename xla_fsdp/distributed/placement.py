@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from torch import Size, Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.distributed.mesh import Mesh
+from xla_fsdp.distributed.mesh import EXPERT, Mesh
 
 _ATTRIBUTE = "_tensor_placements"
 
 # Weak keys. All threads use it, but ranks share no tensors.
 _of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+# Local parameter by global parameter, so that modules that share one also share the other, even if
+# they are parallelized in different calls.
+_local: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,11 @@ class TensorPlacement:
         return value.narrow(self.dim, local_rank * size, size)
 
 
+def is_part_of_experts(placement: TensorPlacement | None) -> bool:
+    """Return whether ranks along an axis of experts hold different parts of a parameter."""
+    return placement is not None and placement.axis == EXPERT and placement.parts > 1
+
+
 def local_shape(shape: Iterable[int], dim: int | None, parts: int) -> Size:
     """Return the shape of one of ``parts`` equal slices along ``dim``; ``shape`` for None."""
     sizes = list(shape)
@@ -98,6 +107,21 @@ def remember_placements(module: nn.Module) -> None:
 def known_placement(param: Tensor) -> TensorPlacement | None:
     """Return the placement of a parameter that FSDP has not sharded, None without one."""
     return _of_tensor.get(param)
+
+
+def remember_local(param: Tensor, local: Tensor) -> None:
+    """Let ``local_of`` find the local parameter of a global one."""
+    _local[param] = local
+
+
+def local_of(param: Tensor) -> nn.Parameter | None:
+    """Return the local parameter that has replaced a global one, None if none has."""
+    return _local.get(param)
+
+
+def current(param: Tensor) -> Tensor:
+    """Return the local parameter that has replaced ``param``, or that itself."""
+    return _local.get(param, param)
 
 
 def placed_params() -> list[Tensor]:

@@ -123,17 +123,29 @@ class _Unit:
     def sent(self) -> float:
         """Bytes that a rank sends in a step."""
         group, settings = self.unit.group, self.unit.settings
-        others, replicas = group.collectives.num_shards - 1, group.replicas.num_shards
-        gathered, reduced = _bytes(group.gather.buckets), _bytes(self._reduced)
-        again = others if settings.gathers_in_backward else 0
-        if settings.keeps_larger_shards and group.smaller is not None:
-            within = group.smaller.within.num_shards
-            again = (within - 1) * (others + 1) // within
-        return gathered * (others + again) + reduced * (others + 2 * (replicas - 1) / replicas)
+        replicas = group.replicas.num_shards
+        sent = 0.0
+        for number, param in enumerate(group.params):
+            others = group.collectives_of(param).num_shards - 1
+            gathered, reduced = (
+                _bytes(found, number) for found in (group.gather.buckets, self._reduced)
+            )
+            again = others if settings.gathers_in_backward else 0
+            if settings.keeps_larger_shards and group.smaller is not None:
+                within = group.smaller.within.num_shards
+                again = (within - 1) * (others + 1) // within
+            sent += gathered * (others + again) + reduced * (others + 2 * (replicas - 1) / replicas)
+        return sent
 
 
-def _bytes(buckets: Iterable[Bucket]) -> int:
-    return sum(each.dtype.itemsize * sum(map(prod, each.shapes)) for each in buckets)
+def _bytes(buckets: Iterable[Bucket], number: int | None = None) -> int:
+    """Return the bytes of one rank's shards in buckets, of one parameter if ``number`` is given."""
+    return sum(
+        each.dtype.itemsize * prod(shape)
+        for each in buckets
+        for at, shape in zip(each.numbers, each.shapes, strict=True)
+        if number in (None, at)
+    )
 
 
 def _shown(buckets: Sequence[Bucket], ranks: int) -> str:

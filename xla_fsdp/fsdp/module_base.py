@@ -133,6 +133,11 @@ class ShardedModule(FSDPModuleBase):
                 "a communication hook stands in for the reduce-scatter, but this mesh has "
                 "replicas, over which gradients are summed after it; use set_all_reduce_hook"
             )
+        if any(param.is_expert for group in groups for param in group.params):
+            raise ValueError(
+                "a communication hook averages all gradients of a unit over the same ranks, but "
+                "those of experts are of others, along an axis of the mesh; leave the hook out"
+            )
         for group in groups:
             group.reduction.comm_hook = CommHook(state, hook, group.collectives)
 

@@ -216,7 +216,8 @@ def clip_grads_by_value_(params: Sequence[nn.Parameter], clip_value: float) -> N
 def shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
     """Return the collectives of each axis that shards a parameter; none for an unsharded one."""
     group, shard = known_group(param), known_shard(param)
-    by = [] if group is None else [over or group.collectives]
+    is_expert = shard is not None and shard.is_expert
+    by = [] if group is None else [over or group.collectives.of(is_expert)]
     placement = known_placement(param) if shard is None else shard.originals[0].placement
     if placement is not None and placement.dim is not None:
         by.append(along(placement.mesh))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from xla_fsdp.distributed.placement import current
 from xla_fsdp.fsdp.engine.param import known_shard
 from xla_fsdp.optim.held_params import HeldParams
 
@@ -42,6 +43,7 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _current(param: Tensor) -> Tensor:
+    param = current(param)
     known = known_shard(param)
     return param if known is None else known.leaf
 

@@ -318,7 +318,7 @@ class _Sharding:
         local = [self._own.of_global(value, original.placement) for value, original in pairs]
         packing = param.packing
         shards = packing.pack(local).reshape(packing.layout.num_shards, *packing.sent_shape)
-        return param.as_shard(self._own.of_shards(shards, group.collectives))
+        return param.as_shard(self._own.of_shards(shards, group.collectives_of(param)))
 
 
 def _known(leaf: nn.Parameter) -> tuple[FSDPParam, KnownGroup] | None:

@@ -133,13 +133,12 @@ class BlockWeights:
         originals, [length, *shape] each."""
         with torch.no_grad():
             sent = [stack.reshape(-1) for stack in stacks]
-            gathered = self.group.gather.gather_tensors(sent)
-            ranks = self.group.collectives.num_shards
+            gathered = self.group.gather.gather_tensors(sent, self._params(self.small))
             triples = zip(self._params(self.small), gathered, stacks, strict=True)
             return [
                 original
                 for param, stack, own in triples
-                for original in _unpack(param, _swap(stack, ranks, len(own)))
+                for original in _unpack(param, _swap(stack, len(stack), len(own)))
             ]
 
     @_of_all_blocks
@@ -151,9 +150,13 @@ class BlockWeights:
             for at, param in zip(self.small, self._params(self.small), strict=True)
             if any(original in grads for original in self._originals[at])
         }
-        ranks = self.group.collectives.num_shards
-        sent = [_swap(stack, len(stack), ranks).reshape(ranks, -1) for stack in packed.values()]
-        sums = self.group.reduction.scatter_tensors(sent)
+        params = self._params(list(packed))
+        sent = [
+            _swap(stack, len(stack), ranks).reshape(ranks, -1)
+            for stack, param in zip(packed.values(), params, strict=True)
+            for ranks in [param.packing.layout.num_shards]
+        ]
+        sums = self.group.reduction.scatter_tensors(sent, params=params)
         pairs = zip(packed.items(), sums, strict=True)
         return {at: each.reshape(len(stack), -1) for (at, stack), each in pairs}
 

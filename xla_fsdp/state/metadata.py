@@ -39,10 +39,11 @@ def describe(model: nn.Module) -> ShardMetadata:
     shards = list(named_shards(model, remove_duplicate=False))
     rank, count, groups, parts = _sharing_ranks(shards, communication)
     _refuse_other_dims(shards)
+    spread = any(shard.param.is_expert for shard in shards)
     records: dict[object, ParamRecord] = {}  # by slots, which units with a tied parameter share
     ties: dict[str, str] = {}
     for shard in shards:
-        record = records.setdefault(shard.param.slots, _record(shard))
+        record = records.setdefault(shard.param.slots, _record(shard, spread))
         ties.update(_ties(shard, record))
     return ShardMetadata(
         rank,
@@ -99,7 +100,7 @@ def _sharing_ranks(
             "tensor-parallel parameters are sharded over ranks that are not of the same mesh; give "
             "FSDP an axis of the mesh that parallelize_module was given, as in mesh=mesh['shard']"
         )
-    joint = Mesh((*tensor.axes, mesh.axes[-1]), mesh.layout)
+    joint = Mesh((*tensor.axes, mesh.without(tensor).axes[-1]), mesh.layout)
     groups = joint.groups()
     several = groups if len(groups) > 1 else None
     return joint.place(ops.rank()), joint.size(), several, tensor.size()
@@ -124,7 +125,7 @@ def _refuse_other_dims(shards: Sequence[NamedShard]) -> None:
         )
 
 
-def _record(shard: NamedShard) -> ParamRecord:
+def _record(shard: NamedShard, spread: bool) -> ParamRecord:
     param = shard.param
     return ParamRecord(
         key=shard.key,
@@ -139,6 +140,7 @@ def _record(shard: NamedShard) -> ParamRecord:
             for name, original in zip(shard.names, param.originals, strict=True)
         ),
         by_rows=param.by_rows,
+        over_parts=spread and not param.is_expert,
     )
 
 

@@ -145,8 +145,9 @@ def _write_back(
 ) -> None:
     """Write what has changed since ``before``: a shard that is written to is no longer what a
     forward before the block has computed with, and its backward would raise."""
-    rank, rest, old = unit.group.collectives.rank, iter(unsharded), iter(before)
+    rest, old = iter(unsharded), iter(before)
     for param in unit.group.params:
+        rank = unit.group.collectives_of(param).rank
         originals = list(islice(rest, len(param.originals)))
         states = list(islice(old, len(originals)))
         _refuse_replaced(param, originals)

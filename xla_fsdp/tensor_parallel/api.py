@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.distributed.collectives import XlaCollectives, broadcast_
 from xla_fsdp.distributed.mesh import as_mesh
@@ -23,7 +22,9 @@ from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import (
     TensorPlacement,
     known_placement,
+    local_of,
     placement_in,
+    remember_local,
     set_placement,
 )
 from xla_fsdp.distributed.shard_layout import join_name
@@ -43,11 +44,6 @@ from xla_fsdp.xla import ops
 Module = TypeVar("Module", bound=nn.Module)
 
 Plan = ParallelStyle | Mapping[str, ParallelStyle]
-
-# Local parameter by global parameter, so that modules that share one also share the other, even if
-# they are parallelized in different calls. Each rank has its own parameters, so ranks that are
-# threads of one process do not share entries.
-_local_params: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Site(NamedTuple):
@@ -241,7 +237,7 @@ def _param_problems(name: str, cut: ParamCut, axis: AxisComm) -> Iterator[str]:
             f"would communicate twice; do it once"
         )
         return
-    local = _local_params.get(param)
+    local = local_of(param)
     tied = None if local is None else known_placement(local)
     if tied is not None and tied.dim != cut.dim:
         yield (
@@ -264,9 +260,10 @@ def _distribute(cuts: Sequence[ParamCut], axis: AxisComm, src_data_rank: int | N
     for cut in cuts:
         param = cut.param
         placement = TensorPlacement(axis.mesh, cut.dim, tuple(param.shape))
-        local = _local_params.get(param)
+        local = local_of(param)
         if local is None:
-            local = _local_params[param] = _local(param, placement, axis, src_data_rank)
+            local = _local(param, placement, axis, src_data_rank)
+            remember_local(param, local)
         cut.owner._parameters[cut.attribute] = local
         set_placement(cut.owner, cut.attribute, placement)
 

@@ -184,7 +184,9 @@ class SourceCheckpoint:
         if entry is None or (self.plan.world_size, self.rank) != (target.world_size, target.rank):
             return None
         own = [replace(m, name=self.resolve(m.name)) for m in record.members]
-        same_members = own == list(entry.members) and entry.parts == target.tensor_parts
+        same_members = own == list(entry.members) and entry.parts == record.parts_of(
+            target.tensor_parts
+        )
         layout = record.layout(target.world_size, target.tensor_parts)
         same_length = math.prod(entry.shard_shape) == layout.shard_numel
         return key if same_members and same_length else None

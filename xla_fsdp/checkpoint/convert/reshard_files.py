@@ -244,7 +244,7 @@ def _without_tensor_parallelism(record: ParamRecord) -> ParamRecord:
     members = tuple(replace(member, tensor_dim=None) for member in record.members)
     row = math.prod(members[0].shape[1:])
     multiple = max(1, row) if record.by_rows else record.multiple
-    return replace(record, members=members, multiple=multiple)
+    return replace(record, members=members, multiple=multiple, over_parts=False)
 
 
 def _for_ranks(record: ParamRecord, world_size: int) -> ParamRecord:

@@ -124,7 +124,7 @@ def _own_plan(metadata: ShardMetadata, state_dict: Mapping[str, Any]) -> MergePl
 
 
 def _own_entry(record: ParamRecord, world_size: int, parts: int) -> ShardedEntry:
-    dtype = dtype_named(record.dtype)
+    dtype, parts = dtype_named(record.dtype), record.parts_of(parts)
     if not record.by_rows:
         return ShardedEntry(record.members, record.layout(world_size, parts), (), dtype, parts)
     size, *row_shape = record.members[0].local_shape(parts)

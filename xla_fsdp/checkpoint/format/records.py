@@ -4,7 +4,8 @@ A shard file's metadata is a ``ShardMetadata``: a ``ParamRecord`` for each shard
 state dict, with a ``MemberRecord`` for each original parameter in it (one, unless parameters were
 flattened together), and an ``OptimizerRecord``. Tensor parallelism divides a model into *parts*,
 each of which is sharded over ranks of its own: with n shards of each part, rank r has shard r % n
-of part r // n.
+of part r // n. So does an axis of experts, but what is no expert is sharded over the ranks of all
+parts.
 
 Invariants: every object is validated when it is made; ``to_dict`` returns JSON values only, which
 ``torch.load(weights_only=True)`` accepts too.
@@ -37,10 +38,10 @@ from xla_fsdp.distributed.placement import local_shape
 from xla_fsdp.distributed.shard_layout import ShardLayout
 
 FORMAT = "xla_fsdp"
-VERSION = 4
+VERSION = 5
 # Version 2 added groups, global_rank, optimizer and fingerprints; version 3 added tensor_parts and
-# tensor_dim; version 4 added step, job and fingerprints of blocks.
-READABLE_VERSIONS = (1, 2, 3, 4)
+# tensor_dim; version 4 added step, job and fingerprints of blocks; version 5 added over_parts.
+READABLE_VERSIONS = (1, 2, 3, 4, 5)
 
 MAX_DEPTH = 20  # of nested hyperparameters, so that no file can exhaust the stack
 
@@ -312,6 +313,7 @@ class ParamRecord:
         members: the original parameters flattened into it, in order; at least one.
         by_rows: whether a shard is a tensor of rows along dim 0 of its one parameter, and not a
             vector.
+        over_parts: whether the ranks of all parts share it, so that rank r has shard r.
     """
 
     key: str
@@ -319,6 +321,7 @@ class ParamRecord:
     multiple: int
     members: tuple[MemberRecord, ...]
     by_rows: bool = False
+    over_parts: bool = False
 
     def __post_init__(self) -> None:
         dtype_named(self.dtype, f"{self.key}: dtype")
@@ -328,11 +331,20 @@ class ParamRecord:
             raise CheckpointError(f"{self.key}: has no members, must have at least one")
         if self.by_rows:
             self._check_rows()
+        if self.over_parts and any(each.tensor_dim is not None for each in self.members):
+            raise CheckpointError(
+                f"{self.key}: over_parts is of what parts do not cut, but it has a tensor_dim"
+            )
 
     def layout(self, world_size: int, parts: int = 1) -> ShardLayout:
         """Return the layout of elements; ``world_size`` counts the ranks of all parts."""
+        parts = self.parts_of(parts)
         numel = sum(member.local_numel(parts) for member in self.members)
         return ShardLayout((numel,), world_size // parts, self.multiple)
+
+    def parts_of(self, parts: int) -> int:
+        """Return of how many parts of the model each has shards of its own."""
+        return 1 if self.over_parts else parts
 
     def to_dict(self, version: int) -> dict[str, Any]:
         """Return JSON values in that version of the format."""
@@ -346,7 +358,7 @@ class ParamRecord:
                 for m in self.members
             ],
             "by_rows": self.by_rows,
-        }
+        } | ({"over_parts": self.over_parts} if version > 4 else {})
 
     @classmethod
     def from_dict(cls, data: Any, where: str, version: int) -> ParamRecord:
@@ -360,6 +372,7 @@ class ParamRecord:
                 _member_from_dict(member, f"{where}.members.{i}", version) for i, member in members
             ),
             by_rows=item(data, "by_rows", bool, where),
+            over_parts=version > 4 and item(data, "over_parts", bool, where),
         )
 
     def _check_rows(self) -> None:

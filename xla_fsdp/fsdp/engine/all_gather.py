@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,8 +98,11 @@ class AllGather:
             packed: the result of ``pack``.
             queue: orders the gathers, if given.
         """
-        gather = self._collectives.all_gather
-        return self._unshard(packed, gather if queue is None else partial(queue.gather, gather))
+
+        def gather(by: Collectives, sent: Tensor) -> Tensor:
+            return by.all_gather(sent) if queue is None else queue.gather(by.all_gather, sent)
+
+        return self._unshard(packed, gather)
 
     @in_gather
     def gather_larger(self, packed: Mapping[Bucket, Tensor]) -> list[Tensor]:
@@ -120,22 +122,26 @@ class AllGather:
 
     @torch.no_grad()
     def _unshard(
-        self, packed: Mapping[Bucket, Tensor], gather: Callable[[Tensor], Tensor]
+        self, packed: Mapping[Bucket, Tensor], gather: Callable[[Collectives, Tensor], Tensor]
     ) -> list[Tensor]:
-        num_shards = self._collectives.num_shards
         for param in self._params:
             param.expect_on_all_ranks("all-gather")
 
         def unpacked(bucket: Bucket) -> list[Tensor]:
+            by = self._by(bucket, self._params)
             sent = self._sent(bucket, packed[bucket].to(bucket.dtype), self._params)
-            return bucket.unpack(gather(sent), num_shards)
+            return bucket.unpack(gather(by, sent), by.num_shards)
 
         return _unpack(self._params, by_number(packed, unpacked))
+
+    def _by(self, bucket: Bucket, params: Sequence[FSDPParam]) -> Collectives:
+        """Return the collectives of a bucket of these parameters; without any, of no experts."""
+        return self._collectives.of(bool(params) and params[bucket.numbers[0]].is_expert)
 
     def _sent(self, bucket: Bucket, sent: Tensor, params: Sequence[FSDPParam]) -> Tensor:
         return self.log.sends("all-gather", sent, bucket.numbers, params)
 
-    def _gather_within(self, larger: Tensor) -> Tensor:
+    def _gather_within(self, _: Collectives, larger: Tensor) -> Tensor:
         groups, width = self._smaller_groups, larger.shape[-1]
         gathered = groups.within.all_gather(larger)
         # [ranks of a group, groups]: number i of each group holds the shards of the ranks r with
@@ -195,9 +201,13 @@ class AllGather:
             return self.unshard_sent(params, rows)
 
     @in_gather
-    def gather_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Gather each of ``tensors``, [n] on every rank, to [num_shards, n]."""
-        gathered = self._gather(buckets_for(dict(enumerate(tensors)), self._limit), tensors)
+    def gather_tensors(
+        self, tensors: Sequence[Tensor], params: Sequence[FSDPParam] = ()
+    ) -> list[Tensor]:
+        """Gather each of ``tensors``, [n] on every rank, to [num_shards, n]: of the ranks that
+        share ``params``, one for each, if they are given."""
+        found = buckets_for(dict(enumerate(tensors)), self._limit, _of_experts(params))
+        gathered = self._gather(found, tensors, params)
         return [gathered[at] for at in range(len(tensors))]
 
     @torch.no_grad()
@@ -207,10 +217,10 @@ class AllGather:
         sent: Sequence[Tensor],
         params: Sequence[FSDPParam] = (),
     ) -> dict[int, Tensor]:
-        gather, num_shards = self._collectives.all_gather, self._collectives.num_shards
-
         def unpacked(bucket: Bucket) -> list[Tensor]:
-            return bucket.unpack(gather(self._sent(bucket, bucket.pack(sent), params)), num_shards)
+            by = self._by(bucket, params)
+            packed = self._sent(bucket, bucket.pack(sent), params)
+            return bucket.unpack(by.all_gather(packed), by.num_shards)
 
         return by_number(buckets, unpacked)
 
@@ -218,7 +228,12 @@ class AllGather:
         self, params: Sequence[FSDPParam], dtypes: Sequence[torch.dtype]
     ) -> tuple[Bucket, ...]:
         shapes = {at: param.packing.sent_shape for at, param in enumerate(params)}
-        return plan_buckets(shapes, dict(enumerate(dtypes)), self._limit)
+        of_experts = _of_experts(params)
+        return plan_buckets(shapes, dict(enumerate(dtypes)), self._limit, of_experts=of_experts)
+
+
+def _of_experts(params: Sequence[FSDPParam]) -> list[int]:
+    return [at for at, param in enumerate(params) if param.is_expert]
 
 
 @torch.no_grad()

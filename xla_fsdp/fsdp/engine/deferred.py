@@ -119,7 +119,7 @@ def _close(shard: UninitializedShard) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         if param is not None and group is not None:
             local = own_parts([unsharded.detach()], param.originals)
-            shard.copy_(param.slice_of(local, group.collectives.rank))
+            shard.copy_(param.slice_of(local, group.collectives_of(param).rank))
             # At once, to free the unsharded parameter, and because the slice depends on the rank,
             # while the programs of training steps must be the same on all ranks.
             ops.compute([shard])

@@ -41,7 +41,7 @@ class NamedShard:
     @property
     def rank(self) -> int:
         """Rank of this process among those that share the parameter."""
-        return self.group.collectives.rank
+        return self.group.collectives_of(self.param).rank
 
     def is_of(self, rank: int) -> bool:
         """Return whether this process is ``rank`` in the first replica and the first of its

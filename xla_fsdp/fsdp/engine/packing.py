@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.distributed.placement import TensorPlacement
+from xla_fsdp.distributed.placement import TensorPlacement, is_part_of_experts
 from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout, row_numels
 from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.xla import ops
@@ -160,6 +160,12 @@ def is_first(originals: Iterable[OriginalParam]) -> bool:
     """Return whether this rank is the first along the originals' tensor-parallel axes."""
     placements = (original.placement for original in originals)
     return all(each is None or _own_rank(each) == 0 for each in placements)
+
+
+def is_expert(originals: Iterable[OriginalParam]) -> bool:
+    """Return whether ranks along an axis of the mesh hold different experts of these, of which
+    either all or none are cut."""
+    return any(is_part_of_experts(original.placement) for original in originals)
 
 
 def _own_rank(placement: TensorPlacement) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.distributed.shard_layout import ShardLayout
-from xla_fsdp.fsdp.engine.packing import cut_shard, packing_of
+from xla_fsdp.fsdp.engine.packing import cut_shard, is_expert, packing_of
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.slots import (
     ModuleAttr,
@@ -53,6 +53,9 @@ class FSDPParam:
         slots: of another unit's parameter that has the same shard.
         dim: along which a single original is sharded.
         everywhere: whether every rank of the job has this parameter.
+
+    Attributes:
+        is_expert: whether ranks along an axis of the mesh hold different experts of it.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class FSDPParam:
         _made.count += 1
         self._fact = f"{key} (sharded parameter {_made.count})" if everywhere else ""
         self.originals = tuple(originals)
+        self.is_expert = is_expert(originals)
         self.packing = packing_of(tuple(original.shape for original in originals), layout, dim)
         self.compute_dtype = compute_dtype
         self.slots = slots or ParamSlots(shard, registered=home is None)

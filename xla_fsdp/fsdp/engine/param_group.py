@@ -172,6 +172,15 @@ class FSDPParamGroup:
         num_ranks = self.collectives.num_shards
         return self._mesh or mesh_of(list(range(num_ranks)), (num_ranks,), (SHARD,))
 
+    def collectives_of(self, param: FSDPParam) -> Collectives:
+        """Return communication among the ranks that share one of the parameters."""
+        return self.collectives.of(param.is_expert)
+
+    def mesh_of(self, param: FSDPParam) -> Mesh:
+        """Return the mesh of the ranks that share one of the parameters."""
+        placement = param.originals[0].placement
+        return self.mesh.without(placement.mesh) if param.is_expert and placement else self.mesh
+
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first of all that hold these parameters."""

@@ -83,6 +83,7 @@ class ReduceScatter:
             if len(numbers) == 1 and len(self._params[at].packing.sent_shape) > 1
         }
         self._buckets: dict[tuple[tuple[int, torch.dtype], ...], tuple[Bucket, ...]] = {}
+        self._of_experts = [at for at, param in enumerate(self._params) if param.is_expert]
 
     @property
     def has_hooks(self) -> bool:
@@ -147,13 +148,17 @@ class ReduceScatter:
 
     @in_phase("reduce-scatter")
     def scatter_tensors(
-        self, tensors: Sequence[Tensor], by: Collectives | None = None
+        self,
+        tensors: Sequence[Tensor],
+        by: Collectives | None = None,
+        params: Sequence[FSDPParam] = (),
     ) -> list[Tensor]:
         """Return this rank's part [n] of the sum of each tensor; only ``predivide`` is applied.
 
         Args:
             tensors: gradients, [num_shards, n] each.
             by: collectives to use (default: the unit's own).
+            params: that they are of, one for each, if experts may be among them.
         """
         by = by or self._collectives
         numbered = dict(enumerate(tensors))
@@ -162,8 +167,9 @@ class ReduceScatter:
             {at: each.dtype for at, each in numbered.items()},
             self._limit,
             by.num_shards,
+            [at for at, param in enumerate(params) if param.is_expert],
         )
-        found = self.unpack({each: self._scatter(each, numbered, by) for each in buckets})
+        found = self.unpack({each: self._scatter(each, numbered, by, params) for each in buckets})
         return [found[at] for at in range(len(tensors))]
 
     @in_phase("all-reduce")
@@ -264,7 +270,8 @@ class ReduceScatter:
         if key not in self._buckets:
             shapes = {at: self._params[at].packing.sent_shape for at in dtypes}
             copies = self._collectives.num_shards
-            self._buckets[key] = plan_buckets(shapes, dtypes, self._limit, copies)
+            limits = self._limit, copies, self._of_experts
+            self._buckets[key] = plan_buckets(shapes, dtypes, *limits)
         return self._buckets[key]
 
     def _scatter(
@@ -274,6 +281,7 @@ class ReduceScatter:
         by: Collectives,
         params: Sequence[FSDPParam] = (),
     ) -> Tensor:
+        by = by.of(bool(params) and params[bucket.numbers[0]].is_expert)
         gathered = bucket.pack_gathered(packed)
         gathered = gathered if self.dtype is None else gathered.to(self.dtype)
         self.log.sends("reduce-scatter", gathered, bucket.numbers, params)

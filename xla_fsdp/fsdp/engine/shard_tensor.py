@@ -147,7 +147,7 @@ class ShardView:
         """The mesh that the parameter is sharded over; a tensor-parallel axis is its last one."""
         param, group = param_and_group(self)
         cut = _tensor_parallel_cut(param)
-        mesh = group.mesh
+        mesh = group.mesh_of(param)
         return mesh if cut is None else Mesh((*mesh.axes, *cut[0].axes), mesh.layout)
 
     @property
@@ -157,7 +157,7 @@ class ShardView:
 
         param, group = param_and_group(self)
         cut, own = _tensor_parallel_cut(param), Shard(param.packing.dim)
-        by_fsdp = (Replicate(), own) if group.mesh.ndim > 1 else (own,)
+        by_fsdp = (Replicate(), own) if group.mesh_of(param).ndim > 1 else (own,)
         return by_fsdp if cut is None else (*by_fsdp, Shard(cut[1]))
 
     def complete(self) -> None:

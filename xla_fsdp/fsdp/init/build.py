@@ -25,7 +25,8 @@ from xla_fsdp.distributed.collectives import (
     communication_for,
 )
 from xla_fsdp.distributed.garbage import collect_garbage
-from xla_fsdp.distributed.placement import placement_in
+from xla_fsdp.distributed.mesh import EXPERT, Mesh
+from xla_fsdp.distributed.placement import is_part_of_experts, known_placement, placement_in
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import (
     LANES,
@@ -37,6 +38,7 @@ from xla_fsdp.distributed.shard_layout import (
 from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
 from xla_fsdp.fsdp.engine.module_state import ModuleState
+from xla_fsdp.fsdp.engine.packing import is_expert
 from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard, remember
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.scopes import turn_on_if_asked
@@ -63,19 +65,28 @@ def communicate(
 
     Raises:
         ValueError: if the mesh has other ranks than this job, if it shards over a tensor-parallel
-            axis of a parameter, or if ``reshard_after_forward`` does not divide the ranks.
+            axis of a parameter, if it has not the axis that experts are cut over, or if
+            ``reshard_after_forward`` does not divide the ranks.
     """
+    experts = _axis_of_experts(managed, config)
     communication = communication_for(
         config.mesh,
         config.sharding_groups,
         config.sharding_rank,
         config.sharding_world_size,
         collectives,
+        experts,
     )
     if collectives is None:
         _refuse_tensor_parallel_axis(managed, config)
     ranks = communication.shards.num_shards
-    if (size := _smaller_group_size(config, ranks)) and ranks % size:
+    size = _smaller_group_size(config, ranks)
+    if size and experts is not None:
+        raise ValueError(
+            f"reshard_after_forward is {size}, ranks that keep all parameters of a unit, but "
+            f"experts are cut over axis {EXPERT!r}; give True or False"
+        )
+    if size and ranks % size:
         raise ValueError(
             f"reshard_after_forward is {size}; to keep parameters in groups of so many ranks, "
             f"it must divide the {ranks} ranks that share them"
@@ -84,9 +95,12 @@ def communicate(
 
 
 def broadcast_values(managed: ManagedModules, communication: Communication) -> None:
-    """Set parameters and buffers to the values of the first rank."""
+    """Set parameters and buffers to the values of the first rank that has them."""
     values = [each for each in managed.tensors() if not (is_sharded(each) or each.is_meta)]
-    broadcast_(values, communication.everyone, ops.device())
+    of_experts = [is_part_of_experts(known_placement(each)) for each in values]
+    for kind in (False, True):
+        own = [each for each, found in zip(values, of_experts, strict=True) if found is kind]
+        broadcast_(own, communication.everyone.of(kind), ops.device())
 
 
 def build_unit(
@@ -180,11 +194,28 @@ def sharding(
     compare()
 
 
+def _axis_of_experts(managed: ManagedModules, config: FSDPConfig) -> Mesh | None:
+    """Return the axis over which experts of the unit are cut; None if none are."""
+    for _, name, owner, attribute, _ in managed.parameters():
+        placement = placement_in(owner, attribute)
+        if placement is None or not is_part_of_experts(placement):
+            continue
+        if config.mesh is None or not config.mesh[config.mesh.axis_names[-1]].covers(
+            placement.mesh
+        ):
+            raise ValueError(
+                f"{name} is cut over axis {EXPERT!r} of a mesh, over which FSDP shards all that is "
+                f"no expert; give it both axes, as in mesh=mesh['shard', 'expert']"
+            )
+        return placement.mesh
+    return None
+
+
 def _refuse_tensor_parallel_axis(managed: ManagedModules, config: FSDPConfig) -> None:
     """Raise ValueError if ranks that share a parameter hold different local parts of it."""
     for _, name, owner, attribute, _ in managed.parameters():
         placement = placement_in(owner, attribute)
-        if placement is None:
+        if placement is None or is_part_of_experts(placement):
             continue
         groups = config.sharding_groups or (
             config.mesh.groups() if config.mesh else [list(range(ops.world_size()))]
@@ -351,8 +382,8 @@ class _Sharder:
         """Make one shard of the parameters in ``parts``, joined end to end if there are several."""
         tensors, originals = [tensor for tensor, _ in parts], [original for _, original in parts]
         dim = self.dims.get(id(tensors[0]))
-        layout, row_shape = self._layout(tuple(original.shape for original in originals), dim)
-        rank = self.communication.shards.rank
+        layout, row_shape = self._layout(originals, dim)
+        rank = self.communication.shards.of(is_expert(originals)).rank
         shard = make_shard(tensors, layout, rank, self.device, row_shape, dim or 0)
         home = self.home if self.config.flatten_parameters else None
         dtype = self._compute_dtype(originals[0])
@@ -373,7 +404,7 @@ class _Sharder:
     def adopt(self, theirs: FSDPParam, tensor: Tensor, original: OriginalParam) -> FSDPParam:
         """Return a parameter with the shard that another unit has made of the same tensor."""
         dim = self.dims.get(id(tensor), theirs.packing.dim or None)
-        layout, _ = self._layout((original.shape,), dim)
+        layout, _ = self._layout([original], dim)
         name = original.names[0]
         if theirs.is_flat or self.config.flatten_parameters:
             raise ValueError(
@@ -422,9 +453,10 @@ class _Sharder:
         return statistics or self.config.compute_dtype
 
     def _layout(
-        self, shapes: tuple[torch.Size, ...], asked: int | None
+        self, originals: Sequence[OriginalParam], asked: int | None
     ) -> tuple[ShardLayout, Sequence[int]]:
-        num_shards = self.communication.shards.num_shards
+        shapes = tuple(original.shape for original in originals)
+        num_shards = self.communication.shards.of(is_expert(originals)).num_shards
         config = self.config
         return _layout(
             shapes, num_shards, asked, config.flatten_parameters, config.shard_param_on_dim_0

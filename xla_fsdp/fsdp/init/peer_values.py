@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.cpu_ranks import SHARDING
+from xla_fsdp.distributed.placement import is_part_of_experts, placement_in
 from xla_fsdp.fsdp.engine.param import known_shard
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.init.managed import ManagedModules
@@ -68,8 +69,9 @@ def note_values(managed: ManagedModules, communication: Communication) -> Callab
 def _checksums(managed: ManagedModules) -> _Checksums:
     params = {
         name: param.detach()
-        for _, name, _, _, param in managed.parameters()
+        for _, name, owner, attribute, param in managed.parameters()
         if not (param.is_meta or is_sharded(param) or known_shard(param))
+        and not is_part_of_experts(placement_in(owner, attribute))
     }
     on_host = {name: each for name, each in params.items() if each.device.type == "cpu"}
     on_device = {name: each for name, each in params.items() if each.device.type == "xla"}

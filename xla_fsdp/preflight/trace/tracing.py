@@ -369,11 +369,12 @@ def _states() -> list[FSDPState]:
 
 def _parameter_traffic(state: FSDPState) -> Iterator[ParameterTraffic]:
     group = state.group
-    others, replicas = group.collectives.num_shards - 1, group.replicas.num_shards
-    gathered = others + _gathered_for_backward(state)
-    reduced = others + 2 * (replicas - 1) / replicas
-    off_torus = _off_torus(group.collectives)
+    replicas = group.replicas.num_shards
     for param in group.params:
+        by = group.collectives_of(param)
+        gathered = by.num_shards - 1 + _gathered_for_backward(state, by)
+        reduced = by.num_shards - 1 + 2 * (replicas - 1) / replicas
+        off_torus = _off_torus(by)
         layout, needs_grad = param.packing.layout, param.leaf.requires_grad
         shard_numel = layout.numel / layout.num_shards
         dtype = param.compute_dtype or param.leaf.dtype
@@ -389,13 +390,13 @@ def _parameter_traffic(state: FSDPState) -> Iterator[ParameterTraffic]:
         )
 
 
-def _gathered_for_backward(state: FSDPState) -> int:
+def _gathered_for_backward(state: FSDPState, by: Collectives) -> int:
     """Return how many shards a rank sends when parameters are gathered again for backward."""
     if not state.settings.reshards_after_forward:
         return 0
     smaller = state.group.smaller
     if smaller is None:
-        return state.group.collectives.num_shards - 1
+        return by.num_shards - 1
     return (smaller.within.num_shards - 1) * smaller.across.num_shards
 
 

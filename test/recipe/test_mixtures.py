@@ -46,6 +46,14 @@ def name_of(mix: Mix) -> str:
     )
 
 
+AXES = {"2x2": {"shard": 2, "expert": 2}, "1x4": {"shard": 1, "expert": 4}}
+ON_AXES = (
+    *(Mix("deepseek_v3", recipe, {"mesh": AXES["1x4"]}) for recipe in NAMES),
+    *(Mix(model, "lean", {"mesh": AXES["2x2"]}) for model in KINDS),
+    Mix("mixtral", "fast", {"mesh": AXES["2x2"], "remat": "none"}),
+)
+"""With experts cut over an axis of four ranks."""
+
 BY_NAME = {name_of(each): each for each in SLOW}
 
 
@@ -88,7 +96,7 @@ def test_experts_that_transformers_has_cut_are_refused() -> None:
 
 @cached_outcome
 def quick() -> list[list[Trained]]:
-    return train_on_ranks(QUICK, 3)
+    return train_on_ranks(QUICK, 2)
 
 
 @pytest.mark.parametrize("number", range(len(QUICK)), ids=[name_of(each) for each in QUICK])
@@ -110,6 +118,18 @@ def test_every_recipe_trains_as_with_eager_experts(name: str, num_ranks: int) ->
 
 
 @cached_outcome
+def on_axes() -> dict[str, list[Trained]]:
+    found = train_on_ranks(ON_AXES, 4, timeout=1700)
+    return dict(zip(map(name_of, ON_AXES), found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mix", ON_AXES, ids=name_of)
+def test_experts_cut_over_an_axis_train_as_eager_ones(mix: Mix) -> None:
+    check(mix, on_axes()[name_of(mix)])
+
+
+@cached_outcome
 def in_bf16() -> list[list[Trained]]:
     return train_on_ranks([Mix(model, "lean", BF16) for model in KINDS], 2, timeout=1700)
 
@@ -125,7 +145,9 @@ def check(mix: Mix, found: list[Trained]) -> None:
     """Losses, all gradients and the state after the steps are those of the plain model."""
     plain, first = train_plain(mix.model, len(found)), found[0]
     lines = "\n".join(first.lines)
-    assert "  experts: grouped products, as eager reads the device" in first.lines, lines
+    assert "experts: grouped products, as eager reads the device" in lines
+    cut = f"a part of them on each of {dict(mix.changes.get('mesh', {})).get('expert', 0)} ranks"
+    assert (cut in lines) is ("mesh" in mix.changes), lines
     assert first.losses == pytest.approx(plain.losses, rel=TOLERANCE), lines
     for step in range(STEPS):
         # Of later steps those of other parameters, by rounding, than the plain model has.

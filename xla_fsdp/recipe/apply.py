@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xla_fsdp.distributed.mesh import TENSOR
+from xla_fsdp.distributed.mesh import EXPERT, TENSOR, Mesh, as_mesh
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
@@ -150,7 +150,9 @@ def parallelize(
     ignored = _ignored(options)
     lists = dict(_lists_in(model, chosen, auto_wrap_policy, ignored, plan))
     _find_unstackable(model, lists, optimizer, plan)
+    _choose_experts(model, plan)
     ends = _stream_ends(model, [each for found in lists.values() for each in found], plan, ignored)
+    _cut_experts(model, plan, options)
     units = [ends.replaced.get(each, each) for found in lists.values() for each in found]
     options.setdefault("shard_param_on_dim_0", _wants_rows(plan, options))
     sharded, scans = _shard(model, units, ends.units(), plan, options, ignored)
@@ -293,6 +295,13 @@ def _problems(
         yield "auto_wrap_policy and the recipe's units both choose units; give one"
     if recipe.mesh is not None and options.get("mesh", options.get("device_mesh")) is not None:
         yield "a mesh is given, and the recipe has one; give one"
+    own = {} if recipe.mesh is None else {"mesh": recipe.init_mesh()}
+    if _mesh_of_experts({**options, **own}) and not (experts.whole(model) or _is_cut(model)):
+        yield (
+            f"the mesh has an axis {EXPERT}, and {type(model).__name__} has no experts of "
+            f"transformers 5; cut those of your own by parallelize_module with ExpertParallel "
+            f"first, or give the axis shard all ranks"
+        )
     if recipe.mesh is not None and TENSOR in dict(recipe.mesh) and not _is_cut(model):
         yield (
             "the recipe's mesh has an axis tensor, and no layer of the model is cut over it; call "
@@ -350,6 +359,13 @@ def _options_of(recipe: Recipe) -> dict[str, Any]:
     if (mesh := recipe.init_mesh()) is not None:
         options["mesh"] = mesh[tuple(name for name in mesh.axis_names if name != TENSOR)]
     return options
+
+
+def _mesh_of_experts(options: dict[str, Any]) -> Mesh | None:
+    """Return the mesh that units are to have, if it has an axis for experts."""
+    given = options.get("mesh") or options.get("device_mesh")
+    mesh = None if given is None else as_mesh(given)
+    return mesh if mesh is not None and EXPERT in mesh.axis_names else None
 
 
 def _is_cut(model: nn.Module) -> bool:
@@ -577,7 +593,6 @@ def _shard(
 
     _turn_caches_off(model, plan)
     _turn_own_checkpointing_off(model, plan)
-    _choose_experts(model, plan)
     wrap_children(model, policy, wrap, ignored)
     if recomputed or remat != "full":
         plan.do("remat", remat if isinstance(remat, str) else f"all but {', '.join(remat)}")
@@ -617,6 +632,14 @@ def _choose_experts(model: nn.Module, plan: _Plan) -> None:
     for each in models_of_transformers(model):
         if before := experts.choose(each):
             plan.do("experts", f"grouped products, as {before} reads the device")
+
+
+def _cut_experts(model: nn.Module, plan: _Plan, options: dict[str, Any]) -> None:
+    mesh = _mesh_of_experts(options)
+    if mesh is None:
+        return
+    if experts.cut(model, mesh):
+        plan.do("experts", f"a part of them on each of {mesh.size(EXPERT)} ranks")
 
 
 def _scan(model: nn.Module, plan: _Plan, remat: str | tuple[str, ...]) -> list[BlockScan]:

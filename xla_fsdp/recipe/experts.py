@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import xla_fsdp.xla.histc  # noqa: F401
+from xla_fsdp.distributed.mesh import EXPERT, Mesh
 from xla_fsdp.nn.experts.api import grouped_linear
+from xla_fsdp.nn.experts.exchange import ExpertParallel, axis_of, exchanged
 from xla_fsdp.nn.experts.routes import Routes
+from xla_fsdp.tensor_parallel.api import parallelize_module
 
 NAME = "xla_fsdp"
 READING = ("grouped_mm", "eager")
@@ -37,6 +40,28 @@ def choose(model: Any) -> str:
     register()
     model.set_experts_implementation(NAME)
     return str(before)
+
+
+def cut(model: nn.Module, mesh: Mesh) -> bool:
+    """Cut experts of transformers' models over the axis ``expert`` of a mesh; return whether there
+    are any.
+
+    Raises:
+        ValueError: if the number of experts is not a multiple of the ranks along it.
+    """
+    plan = {name: ExpertParallel() for name in whole(model)}
+    if plan:
+        parallelize_module(model, mesh[EXPERT], plan, src_data_rank=None)
+    return bool(plan)
+
+
+def whole(model: nn.Module) -> list[str]:
+    """Return the names of transformers' modules that hold experts, and are not cut."""
+    return [
+        name
+        for name, each in model.named_modules()
+        if hasattr(each, "_is_expert_parallel") and axis_of(each) is None
+    ]
 
 
 def compute(
@@ -67,14 +92,15 @@ def compute(
             f'which experts_implementation="{NAME}" does not know; load the model without a '
             f"distributed_config and tp_plan"
         )
-    routes = Routes.of(top_k_index, experts.num_experts, capacity)
-    up = "gate_up_proj" if experts.has_gate else "up_proj"
-    inner = _linear(experts, up, routes.spread(hidden_states), routes)
-    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    rows = _linear(experts, "down_proj", inner, routes)
-    if experts.has_post_expert_norm:
-        rows = experts.post_expert_norm(rows)
-    return routes.combine(rows, top_k_weights).to(hidden_states.dtype)
+
+    def of_rows(rows: Tensor, routes: Routes) -> Tensor:
+        up = "gate_up_proj" if experts.has_gate else "up_proj"
+        inner = _linear(experts, up, rows, routes)
+        inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+        result = _linear(experts, "down_proj", inner, routes)
+        return experts.post_expert_norm(result) if experts.has_post_expert_norm else result
+
+    return exchanged(experts, hidden_states, top_k_index, top_k_weights, of_rows, capacity)
 
 
 def _linear(experts: Any, name: str, rows: Tensor, routes: Routes) -> Tensor:

@@ -43,7 +43,19 @@ class Routes(NamedTuple):
         starts = first.sizes.cumsum(0, dtype=torch.int32) - first.sizes
         before = starts.index_select(0, experts.t().reshape(-1))
         kept = (first.places - before < limit).unflatten(0, (experts.shape[1], -1)).t()
+        return cls.kept_of(experts, num_experts, kept)
+
+    @classmethod
+    def kept_of(cls, experts: Tensor, num_experts: int, kept: Tensor) -> Routes:
+        """Sort the pairs of ``experts`` for which ``kept``, [tokens, choices] bool, is true."""
         return cls._sorted(torch.where(kept, experts, num_experts), num_experts, kept)
+
+    @classmethod
+    def even(cls, num_experts: int, each: int, device: torch.device) -> Routes:
+        """Return routes of sorted rows, of which every expert has ``each``."""
+        rows = torch.arange(num_experts * each, dtype=torch.int32, device=device)
+        sizes = torch.full((num_experts,), each, dtype=torch.int32, device=device)
+        return cls(rows, rows, sizes, None, 1)
 
     @classmethod
     def _sorted(cls, experts: Tensor, num_experts: int, kept: Tensor | None) -> Routes:

@@ -1,0 +1,258 @@
+"""Experts cut over an axis of a mesh: tokens go to the ranks that have their experts, and back.
+
+Shapes do not depend on the routes. Without a capacity any rank may get all tokens, so each gets
+those of all ranks along the axis, a round at a time, which bounds what it holds of them; what it
+computes are the rows of its own experts. With a capacity ranks exchange as many rows of each expert
+as it may take, by all-to-all.
+Invariants: no other rank's loss is lost or counted twice: the gradient of an expert is the sum over
+the tokens of all ranks along the axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xla_fsdp.distributed.collectives import Collectives, along
+from xla_fsdp.distributed.higher_order import differentiable_once
+from xla_fsdp.distributed.mesh import EXPERT
+from xla_fsdp.distributed.mesh_axis import AxisComm
+from xla_fsdp.nn.experts.routes import ONCE, Routes
+from xla_fsdp.tensor_parallel.parallel_module import Forward, ParallelStyle, ParamCut, own_cuts
+
+Compute = Callable[[Tensor, Routes], Tensor]
+"""Takes rows sorted by expert, [rows, width], and their routes; returns [rows, outputs]."""
+
+
+_EXCHANGED = "_fsdp_exchanged"  # whether a running forward has exchanged tokens
+
+
+class ExpertParallel(ParallelStyle):
+    """Cut a mixture's experts over the axis ``expert`` of a mesh.
+
+        parallelize_module(model, mesh["expert"], {"layers.*.mlp.experts": ExpertParallel()})
+        fully_shard(model, mesh=mesh["shard", "expert"])
+
+    The module has ``num_experts``, and parameters [experts, ...]; its forward computes by
+    ``exchanged`` or is that of transformers' experts.
+
+    Args:
+        rounds: in how many rounds tokens without a capacity are exchanged (default: as many as
+            there are ranks along the axis).
+
+    Raises:
+        ValueError: if ``rounds`` is below 1.
+    """
+
+    def __init__(self, *, rounds: int | None = None) -> None:
+        if rounds is not None and rounds < 1:
+            raise ValueError(f"rounds is {rounds}; give 1 or more")
+        self.rounds = rounds
+
+    def find_problems(self, module: nn.Module) -> Iterator[str]:
+        experts = getattr(module, "num_experts", None)
+        if not isinstance(experts, int):
+            yield f"is a {type(module).__name__} without num_experts, the number of its experts"
+            return
+        if others := [n for n, each in module.named_parameters() if each.shape[:1] != (experts,)]:
+            yield f"has {', '.join(others)}, not [experts, ...] of its {experts} experts"
+
+    def cuts(self, module: nn.Module) -> Sequence[ParamCut]:
+        return own_cuts(module, dict.fromkeys(module._parameters, 0))
+
+    def run(
+        self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
+    ) -> Any:
+        if axis.name != EXPERT:
+            raise ValueError(
+                f"{name} is cut over axis {axis.name!r}, but FSDP knows experts by an axis called "
+                f"{EXPERT!r}; name it so in init_mesh"
+            )
+        own = vars(module)
+        own[_EXCHANGED] = axis.size == 1
+        result = forward(*args, **kwargs)
+        if not own.pop(_EXCHANGED):
+            raise ValueError(
+                f"{name} has a part of its experts on each of {axis.size} ranks, and its forward "
+                f"has exchanged no tokens; compute by exchanged(), or use transformers' experts "
+                f'with experts_implementation="xla_fsdp"'
+            )
+        return result
+
+
+def axis_of(module: nn.Module) -> tuple[AxisComm, int] | None:
+    """Return the axis over which the experts of a module are cut, if over several ranks, and the
+    number of rounds."""
+    for applied in vars(module).get("_tensor_parallel", ()):
+        if isinstance(applied.style, ExpertParallel) and applied.axis.size > 1:
+            return applied.axis, applied.style.rounds or applied.axis.size
+    return None
+
+
+def exchanged(
+    module: nn.Module,
+    tokens: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    compute: Compute,
+    capacity: float | None = None,
+) -> Tensor:
+    """Return the sum of what its experts compute of each token, times their weights.
+
+    Args:
+        module: whose experts may be cut by ``ExpertParallel``.
+        tokens: [tokens, width], as many on every rank.
+        experts: [tokens, choices], numbers of experts.
+        weights: [tokens, choices].
+        compute: computes rows, of this rank's experts.
+        capacity: see ``Routes.of``; of the tokens of each rank.
+
+    Returns:
+        [tokens, width] in the dtype of ``tokens``.
+    """
+    cut = axis_of(module)
+    vars(module)[_EXCHANGED] = True
+    total: int = module.num_experts  # type: ignore[assignment]
+    if cut is None:
+        routes = Routes.of(experts, total, capacity)
+        rows = compute(routes.spread(tokens), routes)
+        return routes.combine(rows, weights).to(tokens.dtype)
+    axis, rounds = cut
+    if capacity is not None:
+        return _to_experts(axis, tokens, experts, weights, compute, capacity, total)
+    size = max(1, -(-len(tokens) // rounds))
+    parts = zip(tokens.split(size), experts.split(size), weights.split(size), strict=True)
+    return torch.cat([_to_all(axis, *part, compute, total) for part in parts])
+
+
+def _to_all(
+    axis: AxisComm, tokens: Tensor, experts: Tensor, weights: Tensor, compute: Compute, total: int
+) -> Tensor:
+    """Let each rank compute with its experts what tokens of all ranks give them."""
+    ranks, own = along(axis.mesh), total // axis.size
+    numbers = ranks.all_gather(experts.to(torch.int32))
+    numbers = numbers - axis.local_rank_on_device.to(torch.int32) * own
+    is_own = (numbers >= 0) & (numbers < own)
+    routes = Routes.kept_of(numbers, own, is_own)
+    rows = compute(routes.spread(_Gathered.apply(tokens, ranks)), routes)
+    summands = routes.combine(rows, _Gathered.apply(weights, ranks)).to(tokens.dtype)
+    result: Tensor = _Summed.apply(summands, ranks)
+    return result
+
+
+def _to_experts(
+    axis: AxisComm,
+    tokens: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    compute: Compute,
+    capacity: float,
+    total: int,
+) -> Tensor:
+    """Send each expert's rows, at most as many as it takes of a rank, to the rank that has it."""
+    routes = Routes.of(experts, total, capacity)
+    each, own = math.ceil(capacity * experts.numel() / total), total // axis.size
+    places = _Places.of(routes, each)
+    sent = _Moved.apply(routes.spread(tokens), *places)
+    received = _Exchanged.apply(sent.unflatten(0, (axis.size, own, each)), axis)
+    rows = received.transpose(0, 1).flatten(0, 2)
+    rows = compute(rows, Routes.even(own, axis.size * each, rows.device))
+    back = rows.unflatten(0, (own, axis.size, each)).transpose(0, 1)
+    found = _Exchanged.apply(back, axis).flatten(0, 2)
+    return routes.combine(_Moved.apply(found, *_Places.back(places)), weights).to(tokens.dtype)
+
+
+class _Places(tuple[Tensor, Tensor, Tensor, Tensor]):
+    """For each place, [places], the row that it takes, and whether there is one; for each row the
+    place that takes it, and whether one does."""
+
+    @classmethod
+    def of(cls, routes: Routes, each: int) -> _Places:
+        """Give each expert ``each`` places for its rows."""
+        count, device = len(routes.order), routes.sizes.device
+        ends = routes.sizes.cumsum(0, dtype=torch.int32)
+        starts = ends - routes.sizes
+        within = torch.arange(each, dtype=torch.int32, device=device)
+        rows = (starts.unsqueeze(1) + within).flatten().clamp(max=count - 1)
+        has_row = (within < routes.sizes.unsqueeze(1)).flatten()
+        row = torch.arange(count, dtype=torch.int32, device=device)
+        expert = (row.unsqueeze(1) >= ends).sum(1, dtype=torch.int32)
+        has_place = expert < len(ends)
+        expert = expert.clamp(max=len(ends) - 1)
+        places = expert * each + row - starts.index_select(0, expert)
+        return cls((rows, has_row, places.clamp(0, len(ends) * each - 1), has_place))
+
+    @classmethod
+    def back(cls, there: _Places) -> _Places:
+        """Return what undoes it."""
+        return cls((*there[2:], *there[:2]))
+
+
+# ---------------------------------------------------------------- autograd
+
+
+class _Moved(torch.autograd.Function):
+    """Rows at places: row ``index[i]`` at i where ``there[i]``, else zeros; no row is at two."""
+
+    @staticmethod
+    def forward(
+        rows: Tensor, index: Tensor, there: Tensor, inverse: Tensor, is_taken: Tensor
+    ) -> Tensor:
+        return torch.where(there.unsqueeze(1), rows.index_select(0, index), 0.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[3:])
+
+    @staticmethod
+    @differentiable_once(ONCE)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inverse, is_taken = ctx.saved_tensors
+        taken = torch.where(is_taken.unsqueeze(1), grad.index_select(0, inverse), 0.0)
+        return taken, None, None, None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all ranks; backward sums what they have of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: Collectives) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_gather(rows)
+
+    @staticmethod
+    @differentiable_once(ONCE)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.reduce_scatter(grad), None
+
+
+class _Summed(torch.autograd.Function):
+    """This rank's rows of the sum over all ranks; backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: Collectives) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.reduce_scatter(rows)
+
+    @staticmethod
+    @differentiable_once(ONCE)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.all_gather(grad), None
+
+
+class _Exchanged(torch.autograd.Function):
+    """Slice i along dim 0 of rank j is slice j of rank i; backward is the same."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, axis: AxisComm) -> Tensor:
+        ctx.axis = axis
+        return axis.all_to_all(rows, 0, 0)
+
+    @staticmethod
+    @differentiable_once(ONCE)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.all_to_all(grad, 0, 0), None

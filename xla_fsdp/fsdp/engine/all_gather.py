@@ -26,7 +26,7 @@ from xla_fsdp.distributed.collectives import (
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.schedule import GatherQueue, ScheduleLog
-from xla_fsdp.fsdp.engine.scopes import in_gather
+from xla_fsdp.fsdp.engine.scopes import in_phase
 from xla_fsdp.xla import ops
 
 
@@ -63,7 +63,7 @@ class AllGather:
 
     # ------------------------------------------------------------ all parameters
 
-    @in_gather
+    @in_phase("all-gather")
     def pack(self, before: Sequence[Tensor] = (), *, again: bool = False) -> dict[Bucket, Tensor]:
         """Pack all shards into buckets for ``unshard``, in the dtype of the shards.
 
@@ -88,7 +88,7 @@ class AllGather:
             packed = ops.barrier_after_(before, [bucket.pack(rows) for bucket in buckets])
             return dict(zip(buckets, packed, strict=True))
 
-    @in_gather
+    @in_phase("all-gather")
     def unshard(
         self, packed: Mapping[Bucket, Tensor], queue: GatherQueue | None = None
     ) -> list[Tensor]:
@@ -104,7 +104,7 @@ class AllGather:
 
         return self._unshard(packed, gather)
 
-    @in_gather
+    @in_phase("all-gather")
     def gather_larger(self, packed: Mapping[Bucket, Tensor]) -> list[Tensor]:
         """Return this rank's larger shards, one packed tensor for each bucket, in its dtype."""
         across = self._smaller_groups.across
@@ -114,7 +114,7 @@ class AllGather:
                 for each, t in packed.items()
             ]
 
-    @in_gather
+    @in_phase("all-gather")
     def unshard_larger(self, larger: Sequence[Tensor]) -> list[Tensor]:
         """Return the unsharded tensors of all original parameters from packed larger shards."""
         buckets = self._buckets_of([param.leaf for param in self._params])
@@ -183,7 +183,7 @@ class AllGather:
             for param, shard in zip(params, shards, strict=True)
         ]
 
-    @in_gather
+    @in_phase("all-gather")
     def unshard_sent(self, params: Sequence[FSDPParam], sent: Sequence[Tensor]) -> list[Tensor]:
         """Return the unsharded tensors of some of the unit's parameters from results of
         ``sent``."""
@@ -200,7 +200,7 @@ class AllGather:
             rows = [param.packing.in_rows(ops.viewable(shard)) for param, shard in pairs]
             return self.unshard_sent(params, rows)
 
-    @in_gather
+    @in_phase("all-gather")
     def gather_tensors(
         self, tensors: Sequence[Tensor], params: Sequence[FSDPParam] = ()
     ) -> list[Tensor]:

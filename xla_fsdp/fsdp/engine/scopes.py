@@ -91,30 +91,23 @@ def _opened(name: str) -> Iterator[None]:
 
 
 def in_phase(phase: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a method run in a scope of this phase of the unit of which its object has the ``log``."""
+    """Let a method run in a scope of this phase of the unit of which its object has the ``log``; of
+    an all-gather, in one of the pass as well."""
 
     def decorated(method: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(method)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not _named.locked():
+                return method(*args, **kwargs)
             owner: Any = args[0]
-            with scope(owner.log.unit, phase):
+            of_pass = "forward" if current_pass() == -1 else "backward"
+            outer = scope(owner.log.unit, of_pass) if phase == "all-gather" else nullcontext()
+            with outer, scope(owner.log.unit, phase):
                 return method(*args, **kwargs)
 
         return run
 
     return decorated
-
-
-def in_gather(method: Callable[P, T]) -> Callable[P, T]:
-    """Let a method run in the scopes of an all-gather and of the pass that it is in."""
-    gather = in_phase("all-gather")(method)
-    forward, backward = in_phase("forward")(gather), in_phase("backward")(gather)
-
-    @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        return (forward if current_pass() == -1 else backward)(*args, **kwargs)
-
-    return run
 
 
 class _BackwardScopes(threading.local):

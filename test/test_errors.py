@@ -22,7 +22,7 @@ RAISE_AGAIN = {
     "checkpoint/files/tensor_source.py get",
     "xla/cpu_rank_patches.py running",
     "xla/loop.py _without_values",
-    "nn/activation_checkpoint.py _recompute",
+    "nn/activation_checkpoint.py _run_again",
     "fsdp/engine/inputs.py call",
     "fsdp/engine/state.py _compute",
     "compile/trace.py run",

@@ -1306,6 +1306,20 @@ def test_equal_models_on_devices_and_the_host_are_sharded(compares_facts: bool) 
     run_on_ranks(alike_on_device, 2, compares_facts)
 
 
+def one_wraps_alone(rank: int) -> None:
+    import torch
+
+    from xla_fsdp import fully_shard
+
+    for width in (3,) if rank else (2, 3):
+        torch.manual_seed(width)
+        fully_shard(torch.nn.Sequential(*[torch.nn.LayerNorm(width)] * (4 - width)))
+
+
+def test_models_that_one_rank_wraps_alone_are_not_compared() -> None:
+    run_on_ranks(one_wraps_alone, 2)
+
+
 # ---------------------------------------------------------------- the tests' own processes
 
 

@@ -72,7 +72,8 @@ def train_cases(rank: int, cases: Mapping[str, Case]) -> dict[str, Any]:
 
 def recipe() -> tuple[Any, Any]:
     """The mesh and the model that the page on tensor parallelism makes."""
-    [code] = [each.code for each in snippets() if "parallelize_module(model, mesh" in each.code]
+    ways = [each.code for each in snippets() if each.path.stem == "tensor_parallel"]
+    [code] = [each for each in ways if "parallelize_module(model, mesh" in each]
     space: dict[str, Any] = {"build_llama": lambda: make(Llama)}
     exec(code.partition("\nwith loss_parallel()")[0], space)
     return space["mesh"], space["model"]

@@ -49,6 +49,14 @@ def test_the_code_for_hugging_face_runs(tmp_path: Path) -> None:
     assert Path(tmp_path, "model", "model.safetensors").is_file()
 
 
+@pytest.mark.slow
+def test_the_code_for_four_ranks_and_hugging_face_runs(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    done = run_warm("-m", "test.common.docs_snippets", str(tmp_path), "slow4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("1 ran, 0 failed")
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST_README
 

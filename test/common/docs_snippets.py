@@ -1,13 +1,14 @@
 """Run the Python that the README and the pages of docs/ show, in the directory given.
 
-    python -m test.common.docs_snippets directory 2|4|slow
+    python -m test.common.docs_snippets directory 2|4|slow|slow4
 
 ``2`` and ``4`` are numbers of ranks; ``FOUR`` names the pages that need four. Sections (from one
 second-level heading to the next) share no names but those of ``given``; within a section snippets
 continue each other. A snippet runs on all CPU ranks, unless an HTML comment before it,
 ``<!-- snippet: main -->``, has other words: ``main`` runs it once, in the main thread,
-``skip (reason)`` not at all, ``slow`` with the slow ones, ``continued`` with names of the sections
-before; ``check=name`` calls the function of that name in ``CHECKS`` with the names of the section.
+``skip (reason)`` not at all, ``slow`` and ``slow4`` (on four ranks) with the slow ones,
+``continued`` with names of the sections before; ``check=name`` calls the function of that name in
+``CHECKS`` with the names of the section.
 Says in the end how many ran.
 """
 
@@ -35,7 +36,8 @@ from test.common.scenarios import make
 from xla_fsdp import launch
 
 FOUR = {"cpu_ranks", "first_model", "index", "meshes", "tensor_parallel"}
-RANKS = 4 if sys.argv[-1] == "4" else 2
+RANKS = 4 if sys.argv[-1].endswith("4") else 2
+SLOW = ("slow", "slow4")
 FENCE = re.compile(
     r"^(?:<!-- snippet: (.*?) -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -89,7 +91,8 @@ class Snippet:
     code: str
 
     def is_wanted(self, run: str) -> bool:
-        kind = "slow" if "slow" in self.words else "4" if self.path.stem in FOUR else "2"
+        usual = "4" if self.path.stem in FOUR else "2"
+        kind = next((each for each in self.words if each in SLOW), usual)
         return kind == run and "skip" not in self.words
 
 
@@ -308,7 +311,7 @@ def _succeeds(snippet: Snippet, spaces: list[Space]) -> bool:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    if sys.argv[2] == "slow":
+    if sys.argv[2] in SLOW:
         import transformers  # noqa: F401  (before launch, as the page says)
     os.chdir(sys.argv[1])
     gc.freeze()  # wrapping collects garbage, of which there is none in what is imported

@@ -710,6 +710,32 @@ def test_blocks_whose_gradients_alone_differ_take_turns(block: str) -> None:
         torch.testing.assert_close(looped[name], grad)
 
 
+# ---------------------------------------------------------------- numbers of the host
+
+
+class Dividing(Block):
+    """By a number of the host, which autograd saves."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return x + torch.tanh(self.lin(x)) / torch.tensor(2.0)
+
+
+@scenarios.add
+def dividing(rank: int) -> list[Tensor]:
+    """A gradient of blocks one by one and of loops."""
+    models = [wrapped(block=Dividing)]
+    models += [scanned(block=Dividing, remat=remat) for remat in ("full", "none")]
+    for model in models:
+        model(batch()).square().mean().backward()
+    return [model.blocks[0].lin.weight.grad.cpu() for model in models]
+
+
+def test_a_loop_may_save_numbers_of_the_host() -> None:
+    plain, *looped = result("dividing")
+    for grad in looped:
+        torch.testing.assert_close(grad, plain)
+
+
 # ---------------------------------------------------------------- random numbers
 
 

@@ -179,6 +179,8 @@ def _computed(name: str, tensors: Sequence[Tensor], make: Callable[..., Any]) ->
 
 def depends_on(tensor: Tensor, given: Tensor) -> bool:
     """Return whether ``tensor`` is computed from ``given``, an input of the traced function."""
+    if tensor.device.type != "xla":
+        return False
     context = torch_xla._XLAC.lowering.LoweringContext("depends")
     context.build([tensor])
     return context.tensor_parameter_id(given) != -1

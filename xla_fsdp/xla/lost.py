@@ -124,7 +124,8 @@ class TracedTensors(TorchFunctionMode):
     def unpack(self, saved: Tensor) -> Tensor:
         """Return what autograd is to hand out, of which it makes an alias that nobody can list."""
         own = _with_memory_of_its_own(saved)
-        self._unpacked.append(own)
+        if own.device.type == "xla":  # not a number of the host
+            self._unpacked.append(own)
         return own
 
     def _add(self, tensors: Iterable[Tensor]) -> None:

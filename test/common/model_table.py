@@ -13,6 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from test.common import model_doors
 from test.common.compare import assert_close
 from test.common.parity import join
 from test.common.ranks import ROOT, run_on_ranks
@@ -41,6 +44,12 @@ joined batch, to {TOLERANCE:g} of a tensor's largest value, in fp32 (Gemma3 to
 `scan_layers`. The experts of the mixtures (`experts_implementation="batched_mm"`) get so few tokens
 that some have none on some ranks. Of DiT the embeddings in each block are units, too, as the model
 calls those of its first block by themselves.
+
+Gradients of two batches, added up and clipped, in fp32 and bf16, on 2 ranks, through the wrapper,
+`fully_shard` and a compiled step of `parallelize` (`"lean"`, not stepping in backward, where
+nothing is left to clip), are tried of {", ".join(model_doors.NAMES)}: the
+update of all parameters is the plain model's to {model_doors.TOLERANCES[torch.float32]:g} of its
+norm, in bf16 to {model_doors.TOLERANCES[torch.bfloat16]:g}.
 
 Also run, on 2 ranks, through the wrapper, `fully_shard` and `parallelize(..., "lean")`: a loop that
 differentiates its inner step, as MAML does, and quantization in training (`prepare_qat`, each rank

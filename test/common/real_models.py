@@ -877,6 +877,7 @@ class RealTask:
             target = torch.arange(ROWS, device=logits.device)
             return nn.functional.cross_entropy(logits, target)
         values = [output] if isinstance(output, Tensor) else list(output.values())
+        values = [each.float() if each.dtype == torch.bfloat16 else each for each in values]
         return torch.stack([each.square().mean() for each in values]).sum()
 
     def optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 
+from test.common import model_doors
 from test.common.model_table import PAGE, found, page, reasons_of, row
 from test.common.parity import assert_same, join
 from test.common.ranks import cached_outcome, run_on_ranks
@@ -34,6 +35,13 @@ def test_table_of_models() -> None:
         for line in (row(name, results), *reasons_of(name, results)):
             assert line in text, f"python -m test.common.model_table makes it anew: {results}"
     assert text == page(results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", model_doors.DOORS)
+def test_batches_added_up_and_clipped(door: str) -> None:
+    results = model_doors.found(model_doors.NAMES, [door])
+    assert {run: verdict for run, verdict in results.items() if verdict} == {}
 
 
 @pytest.mark.skipif(

@@ -150,9 +150,11 @@ def parallelize(
     ignored = _ignored(options)
     lists = dict(_lists_in(model, chosen, auto_wrap_policy, ignored, plan))
     _find_unstackable(model, lists, optimizer, plan)
-    _cut_experts(model, plan, options)  # or refuse to, while nothing has changed
+    if mesh := _mesh_of_experts(options):
+        experts.refuse_uneven(model, mesh)
     _choose_experts(model, plan)
     ends = _stream_ends(model, [each for found in lists.values() for each in found], plan, ignored)
+    _cut_experts(model, plan, options)  # after the head's trial, which runs without ranks
     units = [ends.replaced.get(each, each) for found in lists.values() for each in found]
     options.setdefault("shard_param_on_dim_0", _wants_rows(plan, options))
     sharded, scans = _shard(model, units, ends.units(), plan, options, ignored)

@@ -44,15 +44,22 @@ def choose(model: Any) -> str:
 
 def cut(model: nn.Module, mesh: Mesh) -> bool:
     """Cut experts of transformers' models over the axis ``expert`` of a mesh; return whether there
-    are any.
-
-    Raises:
-        ValueError: if the number of experts is not a multiple of the ranks along it.
-    """
+    are any."""
     plan = {name: ExpertParallel() for name in whole(model)}
     if plan:
         parallelize_module(model, mesh[EXPERT], plan, src_data_rank=None)
     return bool(plan)
+
+
+def refuse_uneven(model: nn.Module, mesh: Mesh) -> None:
+    """Raise ValueError if the ranks along the axis ``expert`` cannot share experts equally."""
+    ranks, modules = mesh.size(EXPERT), dict(model.named_modules())
+    numbers = {name: int(modules[name].num_experts) for name in whole(model)}
+    if uneven := [f"{name} has {each}" for name, each in numbers.items() if each % ranks]:
+        raise ValueError(
+            f"the {ranks} ranks of axis {EXPERT!r} cannot share experts equally: "
+            f"{', '.join(uneven)}; let the axis divide their number"
+        )
 
 
 def whole(model: nn.Module) -> list[str]:

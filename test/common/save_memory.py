@@ -14,7 +14,6 @@ from test.common.scenarios import fsdp, message
 ROWS, WIDTH = 8192, 4096
 BYTES = 4 * ROWS * WIDTH  # of the shards of all ranks, which are threads of one process
 SLACK = BYTES // 4  # for all else
-MOST_GROWN = 3 * BYTES // 8  # another copy of a rank's shard would take half
 
 
 def save_often(rank: int, folder: str) -> dict[str, Any]:

@@ -174,8 +174,7 @@ def check(mix: Mix, found: list[Trained]) -> None:
     for step in range(STEPS):
         # Of later steps those of other parameters, by rounding, than the plain model has.
         smallest = 1.0 if step else 0.0
-        near = TOLERANCE * max(1, step - 1)  # three steps; AdamW makes rounding larger
-        limits: Any = {"atol": 1e-6, "of_largest": near, "smallest": smallest}
+        limits: Any = {"atol": 1e-6, "of_largest": TOLERANCE, "smallest": smallest}
         own, expected = first.gradients(step), plain.gradients(step)
         assert_close(own, expected, what=f"gradient {step}", **limits)
     assert_close(first.states[-1], plain.states[-1], atol=1e-6, of_largest=TOLERANCE)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.distributed.collectives import Collectives, along
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.mesh import EXPERT
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.nn.experts.routes import ONCE, Routes
+from xla_fsdp.tensor_parallel import mappings
 from xla_fsdp.tensor_parallel.parallel_module import Forward, ParallelStyle, ParamCut, own_cuts
 
 Compute = Callable[[Tensor, Routes], Tensor]
@@ -133,15 +133,15 @@ def _to_all(
     axis: AxisComm, tokens: Tensor, experts: Tensor, weights: Tensor, compute: Compute, total: int
 ) -> Tensor:
     """Let each rank compute with its experts what tokens of all ranks give them."""
-    ranks, own = along(axis.mesh), total // axis.size
-    numbers = ranks.all_gather(experts.to(torch.int32))
+    own = total // axis.size
+    numbers = axis.all_gather(experts.to(torch.int32), 0)
     numbers = numbers - axis.local_rank_on_device.to(torch.int32) * own
     is_own = (numbers >= 0) & (numbers < own)
     routes = Routes.kept_of(numbers, own, is_own)
-    rows = compute(routes.spread(_Gathered.apply(tokens, ranks)), routes)
-    summands = routes.combine(rows, _Gathered.apply(weights, ranks)).to(tokens.dtype)
-    result: Tensor = _Summed.apply(summands, ranks)
-    return result
+    rows = compute(routes.spread(mappings.gather_to_parallel(tokens, axis, 0)), routes)
+    all_weights = mappings.gather_to_parallel(weights, axis, 0)
+    summands = routes.combine(rows, all_weights).to(tokens.dtype)
+    return mappings.reduce_scatter(summands, axis, 0)
 
 
 def _to_experts(
@@ -158,11 +158,11 @@ def _to_experts(
     each, own = math.ceil(capacity * experts.numel() / total), total // axis.size
     places = _Places.of(routes, each)
     sent = _Moved.apply(routes.spread(tokens), *places)
-    received = _Exchanged.apply(sent.unflatten(0, (axis.size, own, each)), axis)
+    received = mappings.all_to_all(sent.unflatten(0, (axis.size, own, each)), axis, 0, 0)
     rows = received.transpose(0, 1).flatten(0, 2)
     rows = compute(rows, Routes.even(own, axis.size * each, rows.device))
     back = rows.unflatten(0, (own, axis.size, each)).transpose(0, 1)
-    found = _Exchanged.apply(back, axis).flatten(0, 2)
+    found = mappings.all_to_all(back, axis, 0, 0).flatten(0, 2)
     return routes.combine(_Moved.apply(found, *_Places.back(places)), weights).to(tokens.dtype)
 
 
@@ -214,45 +214,3 @@ class _Moved(torch.autograd.Function):
         inverse, is_taken = ctx.saved_tensors
         taken = torch.where(is_taken.unsqueeze(1), grad.index_select(0, inverse), 0.0)
         return taken, None, None, None, None
-
-
-class _Gathered(torch.autograd.Function):
-    """The rows of all ranks; backward sums what they have of this rank's."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: Collectives) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.all_gather(rows)
-
-    @staticmethod
-    @differentiable_once(ONCE)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.reduce_scatter(grad), None
-
-
-class _Summed(torch.autograd.Function):
-    """This rank's rows of the sum over all ranks; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: Collectives) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.reduce_scatter(rows)
-
-    @staticmethod
-    @differentiable_once(ONCE)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.all_gather(grad), None
-
-
-class _Exchanged(torch.autograd.Function):
-    """Slice i along dim 0 of rank j is slice j of rank i; backward is the same."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, axis: AxisComm) -> Tensor:
-        ctx.axis = axis
-        return axis.all_to_all(rows, 0, 0)
-
-    @staticmethod
-    @differentiable_once(ONCE)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.all_to_all(grad, 0, 0), None

@@ -86,7 +86,7 @@ class SurrogateOptimizer(Optimizer, ABC):
     def _begin_step(self, closure: Callable[[], Any] | None, found_inf: Any) -> Any:
         """Check the arguments of a step, and return what the closure does."""
         self._check_found_inf(found_inf)
-        if not closure:
+        if not closure:  # callers of torch's own ZeRO pass 0, too
             return None
         with torch.enable_grad():
             return closure()

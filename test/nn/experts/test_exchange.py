@@ -21,8 +21,9 @@ from xla_fsdp.nn.experts.load import imbalance, tokens_per_expert
 from xla_fsdp.nn.experts.routes import Routes
 
 RANKS, TOKENS, WIDTH, INNER, EXPERTS, STEPS = 4, 5, 8, 12, 8, 3
-MESHES = {"2x2": (2, 2), "1x4": (1, 4)}
-CASES = (("2x2", "any"), ("1x4", "one rank"))  # meshes and routes
+MESHES = {"2x2": (2, 2), "1x4": (1, 4), "2x1x2": (2, 1, 2)}
+AXES = ("replica", "shard", "expert")
+CASES = (("2x2", "any"), ("2x1x2", "any"), ("1x4", "one rank"))  # meshes and routes
 CAPACITIES = ((0.5, 2), (0.5, 1), (8.0, 2))  # and ranks along the axis
 STEP = "step_00000001"
 LIMIT = 0.05  # of gradients' norms, below what they are
@@ -124,7 +125,7 @@ def run(rank: int, folder: str) -> dict[str, Any]:
 
     device = torch_xla.device()
     found: dict[str, Any] = {}
-    meshes = {name: init_mesh(shape, ("shard", "expert")) for name, shape in MESHES.items()}
+    meshes = {name: init_mesh(shape, AXES[-len(shape) :]) for name, shape in MESHES.items()}
     for name, routes in CASES:
         model, optimizer = cut(meshes[name])
         lazy = []

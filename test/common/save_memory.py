@@ -24,17 +24,15 @@ def save_often(rank: int, folder: str) -> dict[str, Any]:
     with torch.device("meta"):
         plain = nn.Linear(WIDTH, ROWS, bias=False)
     model = fsdp(plain, param_init_fn=filled)
+    exchange(b"")
+    before = now("VmRSS")
     with CheckpointManager(Path(folder, "often"), keep_last=1) as manager:
-        for step in (1, 2):
-            manager.save(step, model)
-        exchange(b"")
-        before = peak()
-        for step in (3, 4, 5, 6):
+        for step in (1, 2, 3, 4, 5, 6):
             manager.save(step, model)
         manager.wait()
         exchange(b"")
-        grown = peak() - before
-    del manager
+        kept, most = now("VmRSS") - before, now("VmHWM") - before
+        exchange(b"")
     if rank == 0:
         limit(now("VmData") + SLACK)
     exchange(b"")
@@ -45,7 +43,7 @@ def save_often(rank: int, folder: str) -> dict[str, Any]:
         limit(resource.RLIM_INFINITY)
     exchange(b"")
     save_checkpoint(short, model, step=2, asynchronous=True).wait()
-    return {"grown": grown, "told": told, "latest": latest_step(short)}
+    return {"kept": kept, "most": most, "told": told, "latest": latest_step(short)}
 
 
 def filled(module: nn.Module) -> None:
@@ -60,9 +58,6 @@ def limit(nbytes: int) -> None:
 
 
 def now(what: str) -> int:
+    """Of this process: a peak of resource.getrusage may be that of one from which it was forked."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(what)) * 1024
-
-
-def peak() -> int:
-    return now("VmHWM")  # of this process, not of the one from which it was forked

@@ -774,6 +774,8 @@ def test_killed_at_any_moment_nothing_is_lost(tmp_path: Path, kind: str, count: 
 def test_saves_behind_training_where_memory_is_short(tmp_path: Path) -> None:
     """They take one copy, however many there are; where there is no room for it, all are told."""
     for found in run_on_ranks(save_memory.save_often, 2, str(tmp_path)):
-        assert found["grown"] < save_memory.SLACK
+        assert found["kept"] < save_memory.BYTES + save_memory.SLACK
+        # The transfer of a parameter to the host takes two copies of it, for a moment.
+        assert found["most"] < 3 * save_memory.BYTES + save_memory.SLACK
         assert re.match("CheckpointError: ranks 0, 1: .*(RESOURCE_EXHAUSTED|memory)", found["told"])
         assert found["latest"] == 2

@@ -1597,6 +1597,15 @@ def asking_for_graphs(blocks: Any, x: Tensor) -> Tensor:
     return x
 
 
+def with_gradients(blocks: Any, x: Tensor) -> Tensor:
+    """Of the blocks, with a graph."""
+    x = x.detach().requires_grad_()
+    y = x
+    for block in blocks:
+        y = block(y)
+    return y + torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
+
+
 def failing(blocks: Any, x: Tensor) -> Tensor:
     for block in list(blocks)[:2]:
         x = block(x)
@@ -1653,7 +1662,7 @@ BY_THEMSELVES: dict[str, tuple[Any, Any, Any]] = {  # by name: loop, block, chan
     **{loop.__name__: (loop, Multiplying, None) for loop in (
         more, skipping_one, second_of, keeping_one, too_few, skip, last_first, other_input,
         other_mask, with_mask, with_cache, changing_mask, telling, calling_a_function,
-        under_other_modes, asking_for_graphs, failing, twice_each,
+        under_other_modes, asking_for_graphs, failing, twice_each, with_gradients,
     )},
     **{block.__name__: (None, block, None) for block in (
         Block, Normalized, InPlace, Pair, Averaging, Numbering, Unfolding, Gamma, Distances,
@@ -1669,7 +1678,7 @@ BY_THEMSELVES: dict[str, tuple[Any, Any, Any]] = {  # by name: loop, block, chan
 }  # fmt: skip
 QUICK_BY_THEMSELVES = {
     "with_mask", "more", "keeping_one", "changing_mask", "telling", "calling_a_function", "Block",
-    "Counting", "Distances", "Reversing", "freeze_first", "failing",
+    "Counting", "Distances", "Reversing", "freeze_first", "failing", "with_gradients",
 }  # fmt: skip
 
 
@@ -1765,6 +1774,7 @@ def test_what_cannot_be_a_loop_runs_one_by_one_in_full(name: str) -> None:
         ("Distances", "no loop, as "),
         ("Reversing", "no loop, as blocks 1 to 1 of a loop have other gradients"),
         ("freeze_first", "no loop, as other parameters are trained in block 1 than in block 0"),
+        ("with_gradients", "no loop, as gradients are differentiated again"),
     ],
 )
 def test_explain_tells_why_blocks_run_one_by_one(name: str, said: str) -> None:
@@ -1774,4 +1784,42 @@ def test_explain_tells_why_blocks_run_one_by_one(name: str, said: str) -> None:
 def test_a_function_that_a_loop_would_hide_from_autograd_is_refused() -> None:
     said = result("by_themselves")["calling_a_function"][1][0][0]
     assert "an autograd.Function was called with the output of block 0" in said
-    assert "Leave scan_layers out" in said
+    assert "Give scan_layers=False" in said
+
+
+@scenarios.add
+def unasked(rank: int) -> dict[str, str]:
+    """How blocks run by default, and what second gradients through dropout raise."""
+    from xla_fsdp.fsdp.explain import lines_of
+
+    def drop_all(model: Any) -> None:
+        recomputed(model)
+        drop_some(model)
+
+    found = {}
+    for name, change, depth, options in (
+        ("seven", recomputed, 7, {}),
+        ("eight", recomputed, 8, {}),
+        ("not wanted", recomputed, 8, {"scan_layers": False}),
+        ("not recomputed", lambda model: None, 8, {}),
+    ):
+        model = wrapped(change, depth=depth, **options)
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        found[name] = lines_of(model)[-1]
+    model = wrapped(drop_all, scan_layers="auto")
+    found["dropout"] = message(lambda: model(batch(), loop=with_gradients).sum().backward())
+    return found
+
+
+def test_eight_blocks_that_are_recomputed_are_a_loop_by_default() -> None:
+    found = result("unasked")
+    assert found["eight"] == "blocks: 8 of 8 run as a loop."
+    for name in ("seven", "not wanted"):
+        assert found[name] == "blocks: may run as a loop (scan_blocks)."
+    assert found["not recomputed"].startswith("blocks: no loop, as block 0 is not recomputed")
+
+
+def test_second_gradients_through_dropout_in_a_loop_say_what_to_do() -> None:
+    said = result("unasked")["dropout"]
+    assert "a gradient was differentiated again" in said
+    assert "scan_layers=False" in said

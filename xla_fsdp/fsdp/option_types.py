@@ -58,5 +58,5 @@ class WrapperOptionTypes(TorchOptionTypes, total=False):
     ignored_modules: Iterable[nn.Module] | None
     ignored_params: Iterable[nn.Parameter] | None
     ignored_states: Iterable[nn.Module | nn.Parameter] | None
-    scan_layers: bool | str | Iterable[str]
+    scan_layers: bool | str | Iterable[str] | None
     scan_stacked: bool

@@ -267,7 +267,8 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         scan_layers: run containers of identical units as one loop each: True for all containers
             that hold two or more units and nothing else, or names of containers. ``scan_blocks``
             does the same with more options, such as offloading of activations. "auto" for those of
-            units that are recomputed, in the forwards that allow it; all others run one by one.
+            units that are recomputed, in the forwards that allow it; all others run one by one. By
+            default "auto" for containers of eight units or more; False for none.
         scan_stacked: store the parameters of scanned blocks as stacks [num_blocks, ...], as
             ``stacked`` of ``scan_blocks``.
         torch_options: ``mesh``, and the options of torch's own FSDP under its names: see
@@ -309,7 +310,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_params: Iterable[nn.Parameter] | None = None,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
-        scan_layers: bool | str | Iterable[str] = False,
+        scan_layers: bool | str | Iterable[str] | None = None,
         scan_stacked: bool = False,
         **torch_options: Unpack[TorchOptionTypes],
     ) -> None:
@@ -346,7 +347,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
                 "nothing is sharded",
                 stacklevel=2,
             )
-        if scan_stacked and scan_layers in (False, "auto"):
+        if scan_stacked and scan_layers in (None, False, "auto"):
             raise ValueError("scan_stacked says how scan_layers run; give scan_layers=True, too")
         if auto_wrap_policy is None and auto_wrapper_callable is not None:
             warnings.warn("auto_wrapper_callable is ignored without auto_wrap_policy", stacklevel=2)
@@ -364,7 +365,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
                 options = {**config.as_keywords(), **options}
                 given = {**before.as_keywords(), **torch_options, **others}
                 _wrap_inside(module, auto_wrap_policy, wrapper, ignored, options, given)
-            if scan_layers:
+            if scan_layers is None or scan_layers:
                 scan_containers(module, scan_layers, stacked=scan_stacked)
             install_captures(module)
             managed = ManagedModules([module], ignored)

@@ -12,7 +12,7 @@ from xla_fsdp.fsdp.engine.module_state import is_fsdp_module
 from xla_fsdp.fsdp.engine.stacked_params import stack_params
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.optim import guards
-from xla_fsdp.scan.automatic import scan_where_possible
+from xla_fsdp.scan.automatic import FEWEST_ROUNDS, scan_where_possible
 from xla_fsdp.scan.block_scan import GATHER_ONCE_BELOW, BlockScan, Options
 from xla_fsdp.scan.checks import are_stacked, find_problems, plan_of
 from xla_fsdp.scan.errors import NoLoopError
@@ -87,19 +87,21 @@ def scan_blocks(
 
 
 def scan_containers(
-    module: nn.Module, names: bool | str | Iterable[str], *, stacked: bool = False
+    module: nn.Module, names: bool | str | Iterable[str] | None, *, stacked: bool = False
 ) -> Sequence[BlockScan]:
     """Call ``scan_blocks`` for containers in ``module``: those with these ``names``, or, for True,
     all that hold two or more units and nothing else. For "auto", let these run as loops where that
-    is possible.
+    is possible; for None, where the loops are also long enough to gain by it.
 
     Raises:
         ValueError: if there is no such container, or its blocks cannot be scanned.
     """
     inner = dict(module.named_modules())
-    if names == "auto":
+    if names is None or names == "auto":
+        fewest = FEWEST_ROUNDS if names is None else 2
         found = [list(each.children()) for each in inner.values() if holds_blocks(each)]
-        return [scan for blocks in found if (scan := scan_where_possible(blocks)) is not None]
+        scans = [scan_where_possible(blocks, fewest) for blocks in found]
+        return [scan for scan in scans if scan is not None]
     if names is True:
         wanted = [name for name, each in inner.items() if holds_blocks(each)]
     else:

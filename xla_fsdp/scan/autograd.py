@@ -8,7 +8,7 @@ them) are handed to the blocks' FSDP states.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,9 @@ class ScanCall:
     loops: LoopCache
     key: Hashable  # equal for calls that can run the same loops
     counter: ForwardCounter
-    traces_backward: bool = False  # in forward already, to find out that a loop cannot run it
+    # Runs the blocks, given x and the others, for gradients of gradients; where there is one, a
+    # forward already finds out that a loop cannot run the backward.
+    one_by_one: Callable[[Tensor, Sequence[Tensor]], Tensor] | None = None
 
     @property
     def first_unit(self) -> FSDPState:
@@ -100,6 +102,8 @@ class ScanCall:
             others: the other tensor arguments of all blocks.
         """
         leaves = self.leaves
+        if self.one_by_one is not None:
+            x = x.clone()  # kept for backward, and nobody else can change it
         tensors = (x, *others, *leaves)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             output, *inner = _ScannedBlocks.apply(self, len(others), x, *others, *leaves)
@@ -139,12 +143,14 @@ class _ScannedBlocks(torch.autograd.Function):
         # The stacks of large parameters are not saved but made again in backward: for separate
         # shards they are a copy of all shards in the compute dtype.
         own = [each for block in inputs.blocks for each in (block.small, block.own, block.shared)]
-        parts = (done.ys, others, *own)
-        ctx.sizes = [len(part) for part in parts]
+        # Random numbers of a loop are not those of single blocks.
+        kept = [x] if call.one_by_one is not None and done.seeds is None else []
+        parts = (kept, done.ys, others, *own)
+        ctx.sizes, ctx.can_run_again = [len(part) for part in parts], bool(kept)
         ctx.save_for_backward(*itertools.chain(*parts), *present([done.seeds]))
         ctx.versions = call.versions
         call.counter.add(ctx.versions)
-        if call.traces_backward:
+        if call.one_by_one is not None:
             none = (False,) * len(call.positions)
             reduces = _all_reduce(call)
             _backward_program(call, inputs, done.program, done.ys, ctx.needs, none, reduces)
@@ -157,10 +163,6 @@ class _ScannedBlocks(torch.autograd.Function):
         return (done.output, *inner)
 
     @staticmethod
-    @differentiable_once(
-        "Scanned blocks run as one loop, whose backward is a program without a graph. Run them one "
-        "by one: call remove() of what scan_blocks returned, or leave out scan_layers"
-    )
     def backward(ctx: Any, grad: Tensor | None, *inner: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None and not present(inner):
             return (None,) * len(ctx.needs_input_grad)
@@ -172,8 +174,9 @@ class _ScannedBlocks(torch.autograd.Function):
             )
         autocast = torch.autocast("xla", dtype=ctx.autocast[0], enabled=ctx.autocast[1])
         with autocast, in_context(ctx.context):
-            grad_x, others, leaves = _backward(ctx, grad, inner)
-        return (None, None, grad_x, *others, *leaves)
+            if ctx.can_run_again and torch.is_grad_enabled():
+                return (None, None, *_backward_one_by_one(ctx, grad))
+            return (None, None, *_backward(ctx, grad, *inner))
 
 
 def _forward(
@@ -245,13 +248,28 @@ def _prefetched(call: ScanCall, inputs: Inputs, position: int, iteration: int) -
     return at.weights.gather(at.weights.prefetched, sent)
 
 
-def _backward(
-    ctx: Any, grad: Tensor, inner: Sequence[Tensor | None]
-) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
+def _backward_one_by_one(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients with a graph, which those of a loop do not have."""
+    call: ScanCall = ctx.call
+    refuse_changed(ctx.versions, call.versions)
+    [x], _, others, *_ = split(ctx.saved_tensors, ctx.sizes)
+    assert call.one_by_one is not None
+    output = call.one_by_one(x, others).to(grad.dtype)
+    inputs = [x, *others, *call.leaves]
+    wanted = [each for each in inputs if each.requires_grad]
+    found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True, allow_unused=True))
+    return tuple(next(found) if each.requires_grad else None for each in inputs)
+
+
+@differentiable_once(
+    "Scanned blocks run as one loop, whose backward is a program without a graph. Run them one "
+    "by one: call remove() of what scan_blocks returned, or give scan_layers=False"
+)
+def _backward(ctx: Any, grad: Tensor, *inner: Tensor | None) -> tuple[Tensor | None, ...]:
     call: ScanCall = ctx.call
     schedule, needs = call.first_unit.schedule, ctx.needs
     grad, sent = _gated(call, grad, ctx.versions)
-    ys, others, *held, seeds = split(ctx.saved_tensors, ctx.sizes)
+    _, ys, others, *held, seeds = split(ctx.saved_tensors, ctx.sizes)
     own = list(zip(held[1::3], held[2::3], strict=True))
     inputs = _inputs(sent, held[::3], own, others)
     reduces = _all_reduce(call)
@@ -287,7 +305,7 @@ def _backward(
     ]
     schedule.finish_first(grad.detach() for grad in present(leaves))
     schedule.after_loop([results[0].detach()])
-    return results[0], [next(sums) if need else None for need in needs], leaves
+    return (results[0], *(next(sums) if need else None for need in needs), *leaves)
 
 
 def _at(position: int, grads: dict[tuple[int, int], Tensor]) -> dict[int, Tensor]:

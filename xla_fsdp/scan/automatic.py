@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +22,21 @@ from xla_fsdp.fsdp.engine.schedule import running_units
 from xla_fsdp.fsdp.engine.scopes import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.transitions import UnitState
-from xla_fsdp.nn.activation_checkpoint import in_region, is_checkpointed
+from xla_fsdp.nn.activation_checkpoint import in_region, is_checkpointed, regions_run_once
 from xla_fsdp.scan.block_inputs import Arguments
-from xla_fsdp.scan.block_scan import BlockScan, Options, Pass, Placeholder, module_of
+from xla_fsdp.scan.block_scan import BlockScan, Options, Pass, Placeholder, module_of, run_alone
 from xla_fsdp.scan.checks import find_problems, plan_of
 from xla_fsdp.scan.errors import NoLoopError
+from xla_fsdp.scan.plan import Plan
 from xla_fsdp.scan.tracing import BlockTrace, Template, trace_block
 from xla_fsdp.xla import ops
 
 _logger = logging.getLogger("xla_fsdp")
 
-ADVICE = "Leave scan_layers out for these blocks"
+ADVICE = "Give scan_layers=False to the unit around these blocks"
+
+FEWEST_ROUNDS = 8
+"""Of loops that nobody has asked for."""
 
 
 class AutomaticScan(BlockScan):
@@ -47,7 +52,6 @@ class AutomaticScan(BlockScan):
     """
 
     is_automatic = True  # another scan may take its place
-    _traces_backward = True
 
     def __init__(self, blocks: Sequence[Any], period: int) -> None:
         super().__init__(blocks, Options(), period)
@@ -152,6 +156,14 @@ class AutomaticScan(BlockScan):
         self.why = "" if torch.is_grad_enabled() else self.why
         return result
 
+    def _one_by_one(self, current: Pass, plan: Plan, x: Tensor, others: Sequence[Tensor]) -> Tensor:
+        again = replace(current, others=list(others))
+        with regions_run_once():  # this recomputes already
+            for number in range(plan.first, plan.stop):
+                x = run_alone(again, number, x)
+        self._is_off, self.why = True, "gradients are differentiated again"
+        return x
+
     # ------------------------------------------------------------ what ends one
 
     def _give_up(self, why: str) -> None:
@@ -188,10 +200,11 @@ class AutomaticScan(BlockScan):
         self._give_up(f"the forward uses the output of block {placeholder.block}")
 
 
-def scan_where_possible(blocks: Sequence[Any]) -> AutomaticScan | None:
-    """Let units run as a loop in the forwards that allow it; return None if none can."""
+def scan_where_possible(blocks: Sequence[Any], fewest: int = 2) -> AutomaticScan | None:
+    """Let units run as a loop in the forwards that allow it; return None if none can, or only one
+    with less than ``fewest`` rounds."""
     plan = plan_of(blocks)
-    if plan is None or find_problems(blocks, plan, stacked=False):
+    if plan is None or plan.times < fewest or find_problems(blocks, plan, stacked=False):
         return None
     in_loop = [blocks[number] for number in plan.numbers]
     scan = AutomaticScan(in_loop, plan.period)

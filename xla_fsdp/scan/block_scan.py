@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -252,7 +253,7 @@ class Pass:
         """Run the blocks one by one that returned placeholders; let these become their outputs."""
         x = self.given.tensors[0]
         for number, output in enumerate(self.outputs):
-            x = _run_alone(self, number, x)
+            x = run_alone(self, number, x)
             if (found := output()) is not None:
                 found.become(x)
 
@@ -308,8 +309,10 @@ class BlockScan:
 
     _compute: Callable[[Placeholder], None] | None = None
     """What computes an output that is used before the last block is called."""
-    _traces_backward = False
-    """Whether a forward already finds out that a loop cannot run the backward."""
+
+    _one_by_one: Callable[[Pass, Plan, Tensor, Sequence[Tensor]], Tensor] | None = None
+    """What runs the blocks of a loop, given its input and all other arguments, for a backward that
+    a loop cannot run; the forward then finds out that a loop can run all others."""
 
     def remove(self) -> None:
         """Run each block by itself again."""
@@ -428,12 +431,12 @@ class BlockScan:
         collects = self._collects(kept, plan.length)
         outputs: dict[int, Tensor] = {}
         for number in range(plan.first):
-            outputs[number] = x = _run_alone(current, number, x)
+            outputs[number] = x = run_alone(current, number, x)
         x, inner = self._run_loop(current, found, x, collects=collects)
         outputs.update(inner)
         outputs[plan.stop - 1] = x
         for number in range(plan.stop, plan.length):
-            outputs[number] = x = _run_alone(current, number, x)
+            outputs[number] = x = run_alone(current, number, x)
         if current.last is not None:
             current.last.is_late = not collects
         for number in kept if collects else []:
@@ -480,7 +483,7 @@ class BlockScan:
             self._loops,
             current.key,
             self._counter,
-            self._traces_backward,
+            None if self._one_by_one is None else partial(self._one_by_one, current, plan),
         )
         output, inner = call.run(first.cast_input(x), current.cast[1:])
         first.schedule.end_forward(of_root=False)
@@ -553,8 +556,8 @@ def _position_call(
     )
 
 
-def _run_alone(current: Pass, number: int, x: Tensor) -> Tensor:
-    """Run one block as a unit by itself; return its new tensor."""
+def run_alone(current: Pass, number: int, x: Tensor) -> Tensor:
+    """Run block ``number`` as a unit by itself; return its new tensor."""
     call = current.calls[number]
     others = [current.others[at] for at in call.others]
     args, kwargs = call.arguments.put_together([x, *others])

@@ -80,12 +80,12 @@ def test_the_benchmark_writes_figures_of_all_programs_and_their_ratios(tmp_path:
     rows = {
         cells[0]: cells[1:]
         for line in table.read_text().splitlines()
-        if (cells := [cell.strip() for cell in line.strip("|").split("|")]) and len(cells) == 14
+        if (cells := [cell.strip() for cell in line.strip("|").split("|")]) and len(cells) == 16
     }
-    programs = ["ours", "scan", "stacked", "streamed", "offloaded", "upstream", "jax"]
+    programs = ["ours", "scan", "stacked", "streamed", "offloaded", "upstream", "jax", "alone"]
     assert rows[""] == [*programs, *(f"/ {name}" for name in programs[1:])]
-    ours, scan, stacked, streamed, offloaded, upstream, jax, *ratios = map(number, rows["wire, MB"])
-    over_upstream, over_jax = ratios[-2:]
+    ours, scan, stacked, streamed, offloaded, upstream, jax = map(number, rows["wire, MB"][:7])
+    over_upstream, over_jax = map(number, rows["wire, MB"][-3:-1])
     assert ours == pytest.approx(number(rows["minimum on the wire, MB"][0]), rel=0.1)
     assert scan == pytest.approx(ours, rel=0.1)
     assert stacked == pytest.approx(scan, rel=0.01)
@@ -94,9 +94,10 @@ def test_the_benchmark_writes_figures_of_all_programs_and_their_ratios(tmp_path:
     assert over_upstream == pytest.approx(ours / upstream, abs=0.02)
     assert over_jax == pytest.approx(ours / jax, abs=0.02)
     for label in ("peak, MiB", "program code, MiB", "collectives", "compile, CPU s"):
-        assert all(number(cell) > 0 for cell in rows[label][: len(programs)])
+        assert all(number(cell) > 0 for cell in rows[label][:7])
+    assert rows["collectives"][7] == "0"  # of one chip alone
     traced = [bool(cell) for cell in rows["tracing a step, CPU ms"][: len(programs)]]
-    assert traced == [*[True] * 6, False]
+    assert traced == [*[True] * 6, False, True]
     assert "python benchmarks/tpu_compile.py --models 128x2" in table.read_text()
 
 

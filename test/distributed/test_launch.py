@@ -1203,6 +1203,29 @@ def test_seeding_and_building_gives_the_same_model_on_every_rank() -> None:
     assert len(set(ranks[0])) == 5
 
 
+def drawing_after_building(rank: int) -> list[float]:
+    """Each rank builds a model in its turn, and then draws data as it likes, while others build."""
+    import torch
+
+    from xla_fsdp import one_rank_at_a_time
+
+    with one_rank_at_a_time():
+        torch.manual_seed(3)
+        values = []
+        for _ in range(30):
+            values.append(torch.rand(()).item())
+            time.sleep(0.001)
+    for _ in range(300):
+        torch.rand(5 + rank)
+        time.sleep(0.001)
+    return values
+
+
+def test_what_a_rank_draws_after_its_turn_changes_no_other_model() -> None:
+    ranks = run_on_ranks(drawing_after_building, 3)
+    assert all(found == ranks[0] for found in ranks)
+
+
 def models_that_differ(rank: int) -> None:
     import torch
     import torch_xla

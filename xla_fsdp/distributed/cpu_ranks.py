@@ -108,9 +108,10 @@ class Run:
         self._to_execute: set[int] = set()
         self._executing_since: float | None = None
         # The rank that excludes the others, by ``turn`` or because it has seeded, and in how
-        # many blocks of ``turn`` it is (0 if it has only seeded).
+        # many blocks of ``turn`` it is.
         self._exclusive_rank: int | None = None
         self._exclusive_depth = 0
+        self._has_seeded = False  # so that its blocks of ``turn`` do not end that
         self._states: dict[int, ProcessState] = {}  # of ranks that others have interrupted
         self._shared_main = sys.modules["__main__"]
         self._starting = self.num_ranks if self.set_up is None else 0  # ranks below have started
@@ -225,7 +226,7 @@ class Run:
             )
             if self.failures:
                 raise Unwind
-            self._exclusive_rank = rank
+            self._exclusive_rank, self._has_seeded = rank, True
         self.set_up(rank)
 
     def _let_others_in(self, rank: int) -> None:
@@ -244,6 +245,7 @@ class Run:
         """
         with self._changed:
             self._exclude_others(rank)
+            self._has_seeded = True
             self._states.pop(rank, None)
 
     def end_seeding(self, rank: int) -> None:
@@ -256,7 +258,7 @@ class Run:
                 return
             self._states[rank] = state
             sys.modules["__main__"] = self._shared_main
-            self._exclusive_rank = None
+            self._exclusive_rank, self._has_seeded = None, False
             self._starting += self._starting == rank
             self._changed.notify_all()
 
@@ -273,9 +275,9 @@ class Run:
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """Let no other rank into such a block, or seed, until this one is left."""
+        """Let no other rank into such a block, or seed, until this one is left. One that seeds
+        inside keeps the process: what it draws next would change what others draw in the block."""
         with self._changed:
-            seeded_before = self.is_seeding(rank)
             self._exclude_others(rank)
             self._exclusive_depth += 1
         try:
@@ -283,7 +285,7 @@ class Run:
         finally:
             with self._changed:
                 self._exclusive_depth -= 1
-                if not self._exclusive_depth and not seeded_before:
+                if not self._exclusive_depth and not self._has_seeded:
                     self._exclusive_rank = None
                 self._changed.notify_all()
 

@@ -214,7 +214,8 @@ def one_rank_at_a_time() -> Iterator[None]:
 
     Use it for what the ranks share, above all the CPU random number generator:
     ``with one_rank_at_a_time(): torch.manual_seed(0); model = Model()`` gives every rank the same
-    model; without it, the ranks draw alternately. A ``torch_xla.sync()`` of collectives inside the
+    model; without it, the ranks draw alternately. A rank that seeds inside lets the others in when
+    it makes a collective after the block, or ends. A ``torch_xla.sync()`` of collectives inside the
     block raises RuntimeError, as the other ranks could not join it.
     """
     thread = current_rank_thread()

@@ -583,6 +583,7 @@ def _shard(
     ignored: Ignored,
 ) -> tuple[XlaFullyShardedDataParallel, list[BlockScan]]:
     remat = _remat(plan.recipe)
+    options = {**options, "scan_layers": False}  # the recipe says which loops there are
     recomputed = set(units) - set(ends) if remat == "full" else set()
     wrapped = {*units, *ends} - {model}
 

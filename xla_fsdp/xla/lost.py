@@ -206,11 +206,13 @@ def _with_memory_of_its_own(tensor: Tensor) -> Tensor:
 
 
 def _lose_aliases(tensors: Iterable[Tensor]) -> None:
-    """Let all that share the memories of these depend on no placeholders."""
+    """Let all that share the memories of these depend on no placeholders, of which a program may
+    not compute: it would end the process. A buffer that was deleted raises."""
     with torch._C.DisableTorchFunction():
-        for tensor in filter(_depends_on_placeholders, tensors):
-            dummy = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
-            torch_xla._XLAC._replace_xla_tensor(tensor, dummy)
+        if found := list(filter(_depends_on_placeholders, tensors)):
+            deleted = ops.deleted_scalar()
+            for tensor in found:
+                torch_xla._XLAC._replace_xla_tensor(tensor, deleted)
 
 
 def _lose_traced(tensors: Sequence[Tensor]) -> None:

@@ -26,7 +26,7 @@ SECTIONS = {
 ROW = "peak, MiB"
 PROGRAMS = {
     "streamed": ("xla_fsdp, all features", "#3f51b5"),
-    "ours": ("xla_fsdp, units alone", "#7986cb"),
+    "ours": ("xla_fsdp, as wrapped", "#7986cb"),
     "jax": ("JAX, scan over layers", "#9e9e9e"),
     "upstream": ("torch_xla's FSDP", "#bdbdbd"),
 }
@@ -43,7 +43,7 @@ PASSAGES = {
         for blocks in ("4", "24")
     ],
     "docs/index.md": [
-        "training step: {24 streamed peak} MiB with all features, {24 ours peak} with units alone, "
+        "training step: {24 streamed peak} MiB with all features, {24 ours peak} as wrapped, "
         "{24 jax peak} in JAX, {24 upstream peak} with torch_xla's FSDP, for 24 blocks"
     ],
     "docs/performance.md": [

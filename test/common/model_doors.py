@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import traceback
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,13 +25,12 @@ from test.common.training import Batch
 RANKS = 2
 STEPS = 3
 BATCHES = 2  # of a step
-NORM = 0.1  # smaller than those of all these models
+NORM = 0.05  # smaller than those of all these models
 LEAN = "lean, compiled"
 DOORS = ("wrapper", "fully_shard", LEAN)
 # Of the update of all parameters together (its norm), and of a loss.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 LOSS_TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 0.01}
-NAMES = ("GPT-2", "SmolLM3", "DeBERTa", "Mamba2", "GPT-OSS", "CLAP")
 Run = tuple[str, str, torch.dtype]  # family, door, what it computes in
 Trained = tuple[list[float], dict[str, Tensor]]  # losses, parameters
 
@@ -64,19 +65,28 @@ def _verdict(run: Run, result: Trained | str) -> str:
         return result
     name, _, dtype = run
     losses, params = result
-    before, expected_losses, expected = _train_plain(name)
+    expected_losses, expected = _train_plain(name)
     for mine, plain in zip(losses, expected_losses, strict=True):
         if not abs(mine - plain) <= LOSS_TOLERANCES[dtype] * abs(plain):
             return f"losses {losses} for {expected_losses}"
     if params.keys() != expected.keys():
         return f"parameters {sorted(params.keys() ^ expected.keys())}"
-    error = _norm(params[name].double() - expected[name].double() for name in params)
-    update = _norm(expected[name].double() - before[name].double() for name in params)
-    return "" if error <= TOLERANCES[dtype] * update else f"an update of {update} is off by {error}"
+    error, update = (
+        _distance(params, expected),
+        _distance(_parameters(RealTask(name).build()), expected),
+    )
+    if error <= TOLERANCES[dtype] * update:
+        return ""
+    # Some models are rounded more than others: then as much as without FSDP.
+    plainly = 0.0 if dtype == torch.float32 else _distance(_train_plain(name, dtype)[1], expected)
+    if error <= 1.25 * plainly:
+        return ""
+    return f"an update of {update} is off by {error}, that of plain torch by {plainly}"
 
 
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return torch.stack([each.norm() for each in tensors]).norm().item()
+def _distance(params: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    found = [(params[name].double() - others[name].double()).norm() for name in params]
+    return torch.stack(found).norm().item()
 
 
 def _batches(task: RealTask, step: int, rank: int) -> list[Batch]:
@@ -87,24 +97,33 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
-def _train_plain(name: str) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
-    """Parameters before, losses, and parameters after the steps."""
+@cache
+def _train_plain(name: str, dtype: torch.dtype = torch.float32) -> Trained:
+    """Losses, and parameters after the steps, computed in ``dtype``."""
     task = RealTask(name)
     model = task.build()
-    before, optimizer, losses = _parameters(model), task.optimizer(model.parameters()), []
+    computing = copy.deepcopy(model).to(dtype)
+    pairs = list(zip(model.parameters(), computing.parameters(), strict=True))
+    optimizer, losses = task.optimizer(model.parameters()), []
     for step in range(STEPS):
-        optimizer.zero_grad()
+        computing.zero_grad()
         total = 0.0
         for rank in range(RANKS):
             for batch in _batches(task, step, rank):
-                loss = task.loss(model(**batch)) / (BATCHES * RANKS)
+                given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+                loss = task.loss(computing(**given)) / (BATCHES * RANKS)
                 loss.backward()
                 total += loss.item()
+        for param, own in pairs:
+            param.grad = None if own.grad is None else own.grad.to(param.dtype)
         norm = nn.utils.clip_grad_norm_(model.parameters(), NORM)
         assert norm > NORM, f"{name} has nothing to clip: {norm}"
         optimizer.step()
+        with torch.no_grad():
+            for param, own in pairs:
+                own.copy_(param)
         losses.append(total)
-    return before, losses, _parameters(model)
+    return losses, _parameters(model)
 
 
 def _shard(name: str, door: str, dtype: torch.dtype) -> tuple[Any, torch.optim.Optimizer, Any]:

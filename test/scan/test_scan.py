@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import tempfile
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -1815,6 +1816,18 @@ def unasked(rank: int) -> dict[str, str]:
         found[name] = lines_of(model)[-1]
     model = wrapped(drop_all, scan_layers="auto")
     found["dropout"] = message(lambda: model(batch(), loop=with_gradients).sum().backward())
+    inputs: list[Any] = []
+
+    def noting(blocks: Any, x: Tensor) -> Tensor:
+        x = x * 2
+        inputs.append(weakref.ref(x))
+        for block in blocks:
+            x = block(x)
+        return x
+
+    loss = wrapped(recomputed, scan_layers="auto")(batch(), loop=noting).sum()
+    loss.backward()
+    found["input"] = "alive" if inputs[0]() is not None else "freed"
     return found
 
 
@@ -1824,6 +1837,10 @@ def test_eight_blocks_that_are_recomputed_are_a_loop_by_default() -> None:
     for name in ("seven", "not wanted"):
         assert found[name] == "blocks: may run as a loop (scan_blocks)."
     assert found["not recomputed"].startswith("blocks: no loop, as block 0 is not recomputed")
+
+
+def test_a_loss_whose_graph_is_kept_keeps_no_activations_of_a_loop() -> None:
+    assert result("unasked")["input"] == "freed"
 
 
 def test_second_gradients_through_dropout_in_a_loop_say_what_to_do() -> None:

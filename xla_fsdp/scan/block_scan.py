@@ -249,6 +249,12 @@ class Pass:
         else:
             self.given = replace(self.given, tensors=(tensor, *self.given.tensors[1:]))
 
+    def without_tensors(self) -> Pass:
+        """Return what tells how to call the blocks. A graph that outlives its step may hold it:
+        tensors would become outputs of the step's program."""
+        given = self.given.without_tensors()
+        return replace(self, given=given, others=[], cast=[], outputs=[], last=None)
+
     def run_called(self) -> None:
         """Run the blocks one by one that returned placeholders; let these become their outputs."""
         x = self.given.tensors[0]
@@ -483,7 +489,7 @@ class BlockScan:
             self._loops,
             current.key,
             self._counter,
-            None if self._one_by_one is None else partial(self._one_by_one, current, plan),
+            self._one_by_one and partial(self._one_by_one, current.without_tensors(), plan),
         )
         output, inner = call.run(first.cast_input(x), current.cast[1:])
         first.schedule.end_forward(of_root=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -32,13 +33,19 @@ def reduce_in(steps: list[Groups], held: dict[int, list[set[int]]]) -> dict[int,
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 2))
-def test_every_rank_gets_its_slice_of_the_whole_sum(sizes: list[int], num_groups: int) -> None:
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 2), st.randoms())
+def test_every_rank_gets_its_slice_of_the_whole_sum(
+    sizes: list[int], num_groups: int, random: Random
+) -> None:
+    """Whatever the order in which the groups are numbered along the axes of the torus."""
     coords = torus(*sizes, num_groups)
-    size = len(coords) // num_groups
-    groups = [list(range(start, start + size)) for start in range(0, len(coords), size)]
+    size, axes = len(coords) // num_groups, random.sample(range(len(sizes)), len(sizes))
+    groups = [
+        sorted(range(start, start + size), key=lambda rank: [coords[rank][at] for at in axes])
+        for start in range(0, len(coords), size)
+    ]
     steps = reduction_steps(groups, coords)
-    assert [len(step[0]) for step in steps] == [n for n in reversed(sizes) if n > 1]
+    assert [len(step[0]) for step in steps] == [sizes[at] for at in axes if sizes[at] > 1]
     # A slice is told by which one it is: rank r starts with {r} in each of ``size`` slices.
     tagged = {r: [{(r, place)} for place in range(size)] for g in groups for r in g}
     after = reduce_in(steps, tagged)  # type: ignore[arg-type]
@@ -62,8 +69,9 @@ def test_a_box_inside_the_torus_has_its_own_axes() -> None:
     ("groups", "coords"),
     [
         ([[0, 1, 2, 5]], torus(3, 2)),  # no box
-        ([[0, 2, 1, 3]], torus(2, 2)),  # numbered along y first
-        ([[0, 1], [0, 2]], torus(2, 2)),  # boxes of different shapes
+        ([[0, 2, 3, 1]], torus(2, 2)),  # numbered around
+        ([[0, 1, 2, 3], [4, 6, 8, 10]], torus(4, 3)),  # one is no box
+        ([[0, 1, 2, 3, 4, 5], [6, 8, 10, 7, 9, 11]], torus(2, 6)),  # boxes of different shapes
         ([[0, 1, 2, 3]], torus(2)),  # ranks without a place
         ([[0, 1]], []),  # no torus
     ],

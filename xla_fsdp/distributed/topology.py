@@ -33,22 +33,31 @@ def reduction_steps(groups: Groups, coords: Coords) -> list[Groups]:
 
     Returns:
         The replica groups (rings) of each reduce-scatter; none if a group is no box on the torus or
-        is not numbered along its axes (the first axis fastest). Then use a single reduce-scatter.
+        is not numbered along its axes, one after the other. Then use a single reduce-scatter.
     """
     if any(rank >= len(coords) for group in groups for rank in group):
         return []
     shapes = {_box(group, coords) for group in groups}
     if len(shapes) != 1 or not (shape := shapes.pop()):
         return []
-    return [_along(groups, shape, axis) for axis in range(len(shape)) if shape[axis] > 1]
+    return [_along(groups, shape, axis) for axis in range(len(shape))]
 
 
 def _box(group: Sequence[int], coords: Coords) -> tuple[int, ...]:
-    """Return the sizes of the box that a group fills in order, slowest axis first, or ()."""
-    found = [tuple(reversed(coords[rank])) for rank in group]
+    """Return the sizes of the box that a group fills along its axes, in whatever order it takes
+    them, slowest axis first; or ()."""
+    found = [coords[rank] for rank in group]
     values = [sorted(set(axis)) for axis in zip(*found, strict=True)]
-    fills = found == list(itertools.product(*values))
-    return tuple(len(axis) for axis in values) if fills else ()
+    # How many ranks there are before an axis changes.
+    strides = {
+        axis: next(at for at, each in enumerate(found) if each[axis] != found[0][axis])
+        for axis, several in enumerate(values)
+        if len(several) > 1
+    }
+    axes = sorted(strides, key=strides.__getitem__, reverse=True)
+    in_order = list(itertools.product(*(values[axis] for axis in axes)))
+    fills = [tuple(each[axis] for axis in axes) for each in found] == in_order
+    return tuple(len(values[axis]) for axis in axes) if fills else ()
 
 
 def _along(groups: Groups, shape: tuple[int, ...], axis: int) -> Groups:

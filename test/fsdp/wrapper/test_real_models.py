@@ -38,9 +38,9 @@ def test_table_of_models() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_batches_added_up_and_clipped(family: str) -> None:
-    results = model_doors.found([family])
+@pytest.mark.parametrize("name", model_doors.NAMES)
+def test_batches_added_up_and_clipped(name: str) -> None:
+    results = model_doors.found([name])
     assert {run: verdict for run, verdict in results.items() if verdict} == {}
 
 

@@ -31,10 +31,9 @@ TOLERANCE = 1e-3  # of the update of all parameters together (its norm), in fp32
 # Times what the plain model's own update is off in bf16: CLAP 1.84, most others 1 to 1.3.
 IN_BF16 = 2
 LOSS_TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 0.01}
-# Not SAM: lean takes its list of embeddings for units, and those that no forward uses decay.
 NAMES = (
     *("GPT-2", "SmolLM3", "ModernBERT", "DeBERTa", "Mamba2", "Jamba", "Zamba2", "Qwen3-Next"),
-    *("GPT-OSS", "GraniteMoeHybrid", "Pegasus", "Whisper", "DINOv2", "Qwen2-VL"),
+    *("GPT-OSS", "GraniteMoeHybrid", "Pegasus", "Whisper", "DINOv2", "SAM", "Qwen2-VL"),
     *("PaliGemma", "CLAP", "ConvNeXt (timm)", "EfficientNet (timm)", "MaxViT (timm)"),
     *("MLP-Mixer (timm)", "U-Net (diffusers)", "DiT (diffusers)", "nn.Transformer"),
 )

@@ -767,6 +767,42 @@ def bare_layers() -> nn.Module:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
 
 
+class Headed(nn.Module):
+    """With three heads, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[1](self.body(x))
+
+
+@scenarios.add
+def headed(rank: int) -> dict[str, Tensor]:
+    import torch_xla
+
+    from xla_fsdp import Recipe, full_state_dict, parallelize
+
+    model = make(Headed)
+    decaying = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    recipe = Recipe("lean", step_in_backward=False, compile_step=False)
+    model, optimizer, _ = parallelize(model, decaying, recipe)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, WIDTH, device="xla")).square().mean().backward()
+        optimizer.step()
+        torch_xla.sync()
+    return {name: value.cpu() for name, value in full_state_dict(model).items()}
+
+
+def test_what_no_forward_uses_does_not_decay() -> None:
+    found, before = scenarios.result("headed"), make(Headed).state_dict()
+    for name, value in before.items():
+        assert torch.equal(found[name], value) == name.startswith(("heads.0", "heads.2")), name
+
+
 @scenarios.add
 def joined(rank: int) -> list[str]:
     return [each for each in shard(flatten_parameters=True).recipe._report if "joins" in each]

@@ -39,6 +39,7 @@ from xla_fsdp.recipe.options import SWITCHES, Name, Recipe
 from xla_fsdp.recipe.read_units import gather_what_is_read
 from xla_fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks
 from xla_fsdp.scan.api import holds_blocks
+from xla_fsdp.scan.block_scan import module_of
 from xla_fsdp.scan.errors import REFUSALS, NoLoopError
 from xla_fsdp.wrap import Ignored, Policy, has_forward, wrap_children
 from xla_fsdp.xla import ops
@@ -682,6 +683,11 @@ def _why_no_loop(container: nn.Module) -> str:
     for name, each in container.named_modules():
         if getattr(each, "running_mean", None) is not None:
             return f"{name} changes its running statistics in place, which a loop would lose"
+    # Heads or tables, of which a forward may use some. What it does not use has no gradient, and
+    # optimizers leave it alone; a stack would have zeros there, and decay.
+    layers = not any(list(module_of(each).children()) for each in container.children())
+    if layers and isinstance(container, nn.ModuleList):
+        return "its modules are single layers, and no forward need run one after the other"
     return ""
 
 

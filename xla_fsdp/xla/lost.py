@@ -55,7 +55,7 @@ class TensorOfTrace(LostTensor):
     why = (
         "it was computed while a loop was traced, for all iterations at once, and has no value "
         "outside of the loop. Let the traced function return it; a block that is scanned hands it "
-        "from block to block, or is not scanned (leave scan_layers out)"
+        "from block to block, or is not scanned (scan_layers=False)"
     )
 
 
@@ -206,13 +206,11 @@ def _with_memory_of_its_own(tensor: Tensor) -> Tensor:
 
 
 def _lose_aliases(tensors: Iterable[Tensor]) -> None:
-    """Let all that share the memories of these depend on no placeholders, of which a program may
-    not compute: it would end the process. A buffer that was deleted raises."""
+    """Let all that share the memories of these depend on no placeholders."""
     with torch._C.DisableTorchFunction():
-        if found := list(filter(_depends_on_placeholders, tensors)):
-            deleted = ops.deleted_scalar()
-            for tensor in found:
-                torch_xla._XLAC._replace_xla_tensor(tensor, deleted)
+        for tensor in filter(_depends_on_placeholders, tensors):
+            dummy = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+            torch_xla._XLAC._replace_xla_tensor(tensor, dummy)
 
 
 def _lose_traced(tensors: Sequence[Tensor]) -> None:

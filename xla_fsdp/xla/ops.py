@@ -484,26 +484,6 @@ def compute(tensors: Sequence[Tensor]) -> None:
         torch_xla._XLAC._xla_sync_multi(lazy, [], True, True)
 
 
-@contextlib.contextmanager
-def donating() -> Iterator[None]:
-    """Let programs made inside take the buffers of inputs that were marked so."""
-    before = torch_xla._XLAC._xla_get_enable_alias_with_buffer_donor_config()
-    torch_xla._XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
-    try:
-        yield
-    finally:
-        torch_xla._XLAC._xla_set_enable_alias_with_buffer_donor_config(before)
-
-
-def deleted_scalar() -> Tensor:
-    """Return a tensor whose buffer is gone: a program that computes with it raises RuntimeError."""
-    scalar = upload(torch.zeros(()))
-    torch_xla._XLAC._set_buffer_donation(scalar, True)
-    with donating():
-        compute([scalar + 1])
-    return scalar
-
-
 class ScaledProducts(TorchFunctionMode):
     """Trace ``torch.addmm`` with factors inside the block.
 

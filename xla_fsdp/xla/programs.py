@@ -105,7 +105,7 @@ def identify(outputs: Sequence[Tensor], values: Sequence[Tensor], donated: Seque
 def _hash(outputs: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> bytes:
     for position in donated:
         torch_xla._XLAC._set_buffer_donation(values[position], True)
-    with ops.donating():
+    with _donating():
         return torch_xla._XLAC._get_graph_hash(list(outputs))
 
 
@@ -131,7 +131,7 @@ def run_traced(
     def compile_it() -> None:
         nonlocal program
         program = _hash(outputs, values, donated)
-        with ops.donating():
+        with _donating():
             torch_xla._XLAC._xla_warm_up_cache(list(outputs), [])
         for position in copied:
             torch_xla._XLAC._set_buffer_donation(values[position], False)
@@ -176,6 +176,16 @@ def may_be_gone(since: int) -> bool:
     """
     size = int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", CACHE_SIZE))
     return torch_xla._XLAC._xla_get_num_cached_compilation_graph() >= size and compiled() > since
+
+
+@contextmanager
+def _donating() -> Iterator[None]:
+    before = torch_xla._XLAC._xla_get_enable_alias_with_buffer_donor_config()
+    torch_xla._XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
+    try:
+        yield
+    finally:
+        torch_xla._XLAC._xla_set_enable_alias_with_buffer_donor_config(before)
 
 
 def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

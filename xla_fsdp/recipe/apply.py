@@ -685,10 +685,15 @@ def _why_no_loop(container: nn.Module) -> str:
             return f"{name} changes its running statistics in place, which a loop would lose"
     # Heads or tables, of which a forward may use some. What it does not use has no gradient, and
     # optimizers leave it alone; a stack would have zeros there, and decay.
-    layers = not any(list(module_of(each).children()) for each in container.children())
-    if layers and isinstance(container, nn.ModuleList):
+    is_list = isinstance(container, nn.ModuleList)
+    if is_list and all(map(_is_layer, map(module_of, container.children()))):
         return "its modules are single layers, and no forward need run one after the other"
     return ""
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Return whether it is a layer of torch's own, with no others inside."""
+    return type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
 
 
 def _may_stack(name: str, plan: _Plan) -> bool:

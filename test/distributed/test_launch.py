@@ -1226,6 +1226,24 @@ def test_what_a_rank_draws_after_its_turn_changes_no_other_model() -> None:
     assert all(found == ranks[0] for found in ranks)
 
 
+SHARED: list[Any] = []  # one model for all ranks
+
+
+def one_model_for_all(rank: int) -> None:
+    import torch
+
+    from xla_fsdp import XlaFullyShardedDataParallel, one_rank_at_a_time
+
+    with one_rank_at_a_time():
+        SHARED[:] = SHARED or [torch.nn.Linear(3, 3)]
+        XlaFullyShardedDataParallel(SHARED[0])
+
+
+def test_a_model_that_ranks_share_is_refused() -> None:
+    with pytest.raises(ChildError, match="another rank's shard: ranks on a CPU are threads"):
+        run_on_ranks(one_model_for_all, 2)
+
+
 def models_that_differ(rank: int) -> None:
     import torch
     import torch_xla

@@ -125,8 +125,8 @@ def build_unit(
         The state to attach to each of the unit's root modules.
 
     Raises:
-        ValueError: if a parameter cannot be trained, or is tied to one in another unit that is
-            sharded differently.
+        ValueError: if a parameter cannot be trained, is another rank's shard, or is tied to one in
+            another unit that is sharded differently.
     """
     device = ops.device()
     params = shard_parameters(
@@ -248,6 +248,7 @@ def shard_parameters(
     dims: Mapping[int, int],
 ) -> list[FSDPParam]:
     """Replace the managed parameters by shards on ``device``; arguments as for ``build_unit``."""
+    _refuse_shards_of_others(managed, device)
     _move_not_floating(managed, device)
     sharder = _Sharder(managed.roots[0], config, communication, device, origins, dims)
     new, adopted = [], []
@@ -265,6 +266,16 @@ def shard_parameters(
     else:
         made = [sharder.shard(original.names[0], [(tensor, original)]) for tensor, original in new]
     return made + adopted
+
+
+def _refuse_shards_of_others(managed: ManagedModules, device: torch.device) -> None:
+    """Raise ValueError if another rank has sharded a parameter: CPU ranks are threads."""
+    for _, name, _, _, param in managed.parameters():
+        if isinstance(param, ShardParameter) and param.device != device:
+            raise ValueError(
+                f"{name} is another rank's shard: ranks on a CPU are threads, and share a model "
+                f"that is built outside of the function that launch runs. Build it inside"
+            )
 
 
 def _warn_about_lost(params: Sequence[tuple[Tensor, OriginalParam]]) -> None:

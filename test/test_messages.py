@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,28 @@ def sharded() -> Any:
     model = build()
     model[0] = fsdp(model[0])
     return fsdp(model)
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    import torch_xla
+
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(rows()).sum().backward()
+    optimizer.step()
+    torch_xla.sync()
+    return model, optimizer
+
+
+def of_rank_0(rank: int, save: Callable[[Any], None]) -> None:
+    """Run ``save``, whose warning is ignored, on rank 0 alone."""
+    import torch_xla.core.xla_model as xm
+
+    if rank == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            save(rank)
+    xm.rendezvous("saved")
 
 
 def rows() -> Tensor:
@@ -97,6 +120,44 @@ def shards_saved_by_the_serializer(rank: int, folder: str) -> None:
     xser.save(sharded().state_dict(), f"{folder}/model.xser", master_only=True)
 
 
+def shards_copied_to_the_host(rank: int, folder: str) -> None:
+    state = {name: value.cpu() for name, value in sharded().state_dict().items()}
+    if rank == 0:
+        torch.save({"epoch": 1, "states": [state]}, f"{folder}/copied.pth")
+
+
+def model_as_an_object(rank: int, folder: str) -> None:
+    model = sharded()
+    if rank == 0:
+        torch.save({"model": model.module}, f"{folder}/object.pth")
+
+
+def optimizer_on_one_rank(rank: int, folder: str) -> None:
+    _model, optimizer = trained()
+    state = optimizer.state_dict()
+    if rank == 0:
+        torch.save({"optimizer": state}, f"{folder}/optimizer.pth")
+
+
+def optimizer_as_an_object(rank: int, folder: str) -> None:
+    _model, optimizer = trained()
+    if rank == 0:
+        torch.save(optimizer, f"{folder}/optimizer_object.pth")
+
+
+def optimizers_in_one_file(rank: int, folder: str) -> None:
+    _model, optimizer = trained()
+    content = {"optimizer": optimizer.state_dict(), "shard_metadata": {}}
+    torch.save(content, f"{folder}/shared_optimizer.pth")
+
+
+def optimizer_by_the_master(rank: int, folder: str) -> None:
+    import torch_xla.core.xla_model as xm
+
+    _model, optimizer = trained()
+    xm.save(optimizer.state_dict(), f"{folder}/master.pth")
+
+
 def shards_in_one_file(rank: int, folder: str) -> None:
     model = sharded()
     content = {"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}
@@ -156,12 +217,43 @@ def shards_in_a_plain_model(rank: int, folder: str) -> None:
     build().load_state_dict(torch.load(path)["model"])
 
 
+def copies_in_a_plain_model(rank: int, folder: str) -> None:
+    path, state = f"{folder}/copies-{rank}.pth", sharded().state_dict()
+    content = {"model": {name: value.cpu() for name, value in state.items()}}
+    torch.save({**content, "shard_metadata": {}}, path)
+    build().load_state_dict(torch.load(path)["model"])
+
+
+def shards_of_another_rank(rank: int, folder: str) -> None:
+    path, model = f"{folder}/rank-0-alone.pth", sharded()
+    of_rank_0(rank, lambda _: torch.save(model.state_dict(), path))
+    model.load_state_dict(torch.load(path))
+
+
+def optimizer_of_another_rank(rank: int, folder: str) -> None:
+    path, (_model, optimizer) = f"{folder}/optimizer-0-alone.pth", trained()
+    of_rank_0(rank, lambda _: torch.save(optimizer.state_dict(), path))
+    optimizer.load_state_dict(torch.load(path))
+
+
+def model_of_another_rank(rank: int, folder: str) -> None:
+    path, model = f"{folder}/object-0-alone.pth", sharded()
+    of_rank_0(rank, lambda _: torch.save(model, path))
+    torch.load(path, weights_only=False)
+
+
 MISTAKES: dict[Callable[..., None], tuple[str, ...]] = {
     target_on_the_host: ("Expected XLA tensor", "target.to(torch_xla.device())"),
     misspelt: ("XlaFullyShardedDataParallel", "did you mean reshard_after_forward?"),
     unknown: ("XlaFullyShardedDataParallel has no option zero; there are auto_wrap_policy,",),
     saved_on_one_rank: ("inside `if rank == 0:` (save_checkpoint,",),
     shards_on_one_rank: ("rank 0's shards", "xla_fsdp.full_state_dict(model), which all ranks"),
+    shards_copied_to_the_host: ("torch.save was given rank 0's shards", "save_checkpoint"),
+    model_as_an_object: ("torch.save was given rank 0's shards", "save_checkpoint"),
+    optimizer_on_one_rank: ("torch.save was given rank 0's shards", "save_checkpoint"),
+    optimizer_as_an_object: ("torch.save was given rank 0's shards", "save_checkpoint"),
+    optimizers_in_one_file: ("one would be lost", "save_checkpoint(folder, model"),
+    optimizer_by_the_master: ("others' shards are lost", "master_only=False"),
     shards_in_safetensors: ("safetensors.torch was given", "rank 0's shards", "save_checkpoint"),
     shards_pickled: ("pickle.dump was given", "rank 0's shards", "save_checkpoint"),
     shards_saved_by_the_serializer: ("others' shards are lost", "full_state_dict"),
@@ -172,6 +264,10 @@ MISTAKES: dict[Callable[..., None], tuple[str, ...]] = {
     uneven_before_saving: ("the ranks differ", "a batch more than the others'", "drop_last=True"),
     in_ddp: ("Leave it out, gradients are averaged already",),
     loaded_inside: ("size mismatch for 2.weight", "model.load_state_dict(state), not"),
+    copies_in_a_plain_model: ("as one rank's shards", "consolidate_sharded_ckpts"),
+    shards_of_another_rank: ("rank 0 of 2, and this rank loads the shards of rank 1", "on as many"),
+    optimizer_of_another_rank: ("rank 0 of 2, and this rank loads the shards of rank 1",),
+    model_of_another_rank: ("the shards of rank 0 of 2, and rank 1 of 2 loads it", "full_state"),
     shards_in_a_plain_model: ("holds one rank's shards", "consolidate_sharded_ckpts"),
 }
 

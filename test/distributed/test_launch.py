@@ -714,6 +714,7 @@ def test_a_plain_script_ends_with_the_exit_code_of_its_ranks() -> None:
     code = "import sys, xla_fsdp; xla_fsdp.launch(lambda rank: sys.exit(75), num_ranks=2)"
     done = run_warm("-c", code)
     assert (done.returncode, "Traceback" in done.stderr) == (75, False), done.stderr
+    assert "raised SystemExit: 75" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -737,7 +738,7 @@ def test_different_collectives_are_reported(
     ("how", "first", "second"),
     [
         ("gradient", "gradient of 0.weight", "gradient of 1.weight"),
-        ("unit", "weight (sharded parameter 1)", "weight (sharded parameter 3)"),
+        ("unit", "of 0.weight (sharded parameter 1)", "of 1.weight (sharded parameter 3)"),
         ("optimizer", "gradient of 0 (", "gradient of 2 ("),
     ],
 )

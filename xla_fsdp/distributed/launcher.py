@@ -441,6 +441,7 @@ def _end_failed(run: Run) -> NoReturn:
         # the interpreter waits for when it exits.
         forget_locals(each.error)
     if isinstance(failure.error, SystemExit):
+        print(f"xla_fsdp: {failure.message}", file=sys.stderr)  # Python says nothing of it
         raise failure.error
     others = sorted({each.rank for each in run.failures[1:] if each.error is not None})
     message = failure.message + (f" (ranks {others} raised, too)" if others else "")

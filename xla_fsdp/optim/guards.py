@@ -28,7 +28,7 @@ from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.fsdp.engine import conversions
 from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
 from xla_fsdp.fsdp.engine.param_guards import begin_step, end_step, held_shape
-from xla_fsdp.fsdp.engine.positional_state import forget_order, guard_loading
+from xla_fsdp.fsdp.engine.positional_state import forget_order, guard_state_dicts
 from xla_fsdp.fsdp.engine.registry import known_group, owners_of_grads, refuse_shown
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
@@ -99,7 +99,7 @@ def install() -> None:
             _replace("clip_grads_with_norm_", _need_gradients_of_shards)
             save_guards.install()
             conversions.install()
-            guard_loading()
+            guard_state_dicts()
             parametrize.register_parametrization = _of_full_parameters(
                 parametrize.register_parametrization
             )

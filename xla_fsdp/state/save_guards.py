@@ -1,7 +1,8 @@
 """Refuse, or warn of, saves and loads that take one rank's shards for a whole model.
 
-``guards.install`` calls ``install`` once for a process. A state dict is known as one of shards by
-the mark that ``load_hooks`` puts into its metadata, which files keep.
+``guards.install`` calls ``install`` once for a process. What is saved is searched for shards: the
+tensors of a model's state dict, copies of them on the host, models and optimizers as objects, and
+state dicts of optimizers, by their mark. Loads know shards by the marks that files keep.
 """
 
 from __future__ import annotations
@@ -12,22 +13,27 @@ import importlib
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.fsdp.engine.load_hooks import MARK, Form
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.registry import known_group
-from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
+from xla_fsdp.fsdp.engine.shard_place import PLACES
+from xla_fsdp.fsdp.engine.shard_tensor import SavedShard, ShardView, is_sharded
 from xla_fsdp.xla import ops
 
 METADATA = "shard_metadata"
+DEPTH, MOST = 4, 1000
+"""How deep, and how far, what is saved is searched for shards: longer lists are data."""
 
 _INSTEAD = (
     "Save on all ranks by xla_fsdp.save_checkpoint(folder, model, optimizer, step=step), or take "
@@ -83,8 +89,8 @@ def _warn_in_safetensors() -> None:
 def _warn(name: str, obj: Any) -> None:
     if not (isinstance(obj, Mapping) and METADATA in obj):
         warnings.warn(
-            f"{name} was given a state dict of rank {ops.rank()}'s shards, which is not the model: "
-            f"files like it, one of each rank, can be loaded on as many ranks, and not be merged. "
+            f"{name} was given rank {ops.rank()}'s shards, which are not the model: files like it, "
+            f"one of each rank, can be loaded on as many ranks, and not be merged. "
             f"{_INSTEAD}. To merge files of shards later, save model.get_shard_metadata() with "
             f"them by torch.save, as {METADATA!r}",
             stacklevel=3,
@@ -106,20 +112,23 @@ def _refuse_shared_file(path: str) -> None:
 def _refuse_master_save(obj: Any) -> None:
     if _holds_shards(obj) and ops.world_size() > 1:
         raise ValueError(
-            "torch_xla's save was given a state dict of shards. It writes that of the first rank "
-            f"only, as if it were the model, and the others' shards are lost. {_INSTEAD}. For a "
+            "torch_xla's save was given shards. It writes those of the first rank only, as if "
+            f"they were the model, and the others' shards are lost. {_INSTEAD}. For a "
             "file of each rank pass master_only=False and a path with the rank in it"
         )
 
 
-def _holds_shards(obj: Any) -> bool:
-    return any(map(_is_of_shards, _dicts_in(obj)))
-
-
-def _dicts_in(obj: Any) -> Iterator[Any]:
-    yield obj
-    if isinstance(obj, Mapping):
-        yield from (value for value in obj.values() if isinstance(value, Mapping))
+def _holds_shards(obj: Any, depth: int = 0) -> bool:
+    if isinstance(obj, nn.Module):
+        return any(map(is_sharded, obj.parameters()))
+    if isinstance(obj, Optimizer):
+        return any(is_sharded(param) for group in obj.param_groups for param in group["params"])
+    if isinstance(obj, Mapping) and PLACES in obj:
+        return True
+    if isinstance(obj, Mapping | list | tuple) and depth < DEPTH:
+        inside = obj.values() if isinstance(obj, Mapping) else obj
+        return any(_holds_shards(each, depth + 1) for each in islice(inside, MOST))
+    return isinstance(obj, ShardView | SavedShard)
 
 
 def _is_of_shards(state: Any) -> bool:
@@ -154,13 +163,25 @@ def _why(module: nn.Module, state: Any) -> str:
             f"shards: call load_state_dict of the wrapper, model.load_state_dict(state), not "
             f"model.module.load_state_dict(state)"
         )
-    if _is_of_shards(state) and not any(map(is_sharded, module.parameters())):
-        return (
-            "The state dict holds one rank's shards, and the model is not sharded. Take the whole "
-            "model by xla_fsdp.full_state_dict(model) on all ranks, or merge saved files by "
-            "python -m xla_fsdp.consolidate_sharded_ckpts"
-        )
-    return ""
+    if any(map(is_sharded, module.parameters())):
+        return ""
+    if _is_of_shards(state) or _holds_shards(state):
+        found = "The state dict holds one rank's shards, and the model is not sharded"
+    elif _has_fewer_rows(module, state):
+        found = "Each is of another size in its first dim alone, or a vector, as one rank's shards"
+    else:
+        return ""
+    return (
+        f"{found}. Take the whole model by xla_fsdp.full_state_dict(model) on all ranks, or merge "
+        f"saved files by python -m xla_fsdp.consolidate_sharded_ckpts"
+    )
+
+
+def _has_fewer_rows(module: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Return whether tensors that do not fit ``module`` may be shards: their marks may be lost."""
+    own = module.state_dict()
+    pairs = [(own[k].shape, v.shape) for k, v in state.items() if k in own and hasattr(v, "shape")]
+    return all(a == b or len(b) == 1 or a[1:] == b[1:] for a, b in pairs)
 
 
 def _is_inside_of_a_wrapper(module: nn.Module) -> bool:

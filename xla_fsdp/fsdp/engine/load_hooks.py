@@ -21,6 +21,7 @@ from xla_fsdp.checkpoint.format.plan import original_name
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.packing import own_parts
 from xla_fsdp.fsdp.engine.positional_state import note_order
+from xla_fsdp.fsdp.engine.shard_place import PLACES, Places, places_of, refuse_other_places
 from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
 
@@ -39,9 +40,14 @@ class Form(Enum):
     FULL = "full"
 
 
-def mark_shards(local_metadata: dict[str, Any]) -> None:
-    """Mark a state dict, in its metadata, as one of shards."""
+def mark_shards(local_metadata: dict[str, Any], shards: Iterable[NamedShard]) -> None:
+    """Mark a state dict, in its metadata, as one of these ``shards``."""
     local_metadata[MARK] = Form.SHARDS.value
+    local_metadata[PLACES] = _places(shards)
+
+
+def _places(shards: Iterable[NamedShard]) -> Places:
+    return places_of((each.param, each.group.collectives_of(each.param)) for each in shards)
 
 
 def marked(state: Mapping[str, Any], module: nn.Module, form: Form) -> OrderedDict[str, Any]:
@@ -86,7 +92,8 @@ class StateLoading:
             state: this and the following are the arguments of torch's load hooks.
 
         Raises:
-            ValueError: if neither mark nor shapes tell shards from full tensors.
+            ValueError: if neither mark nor shapes tell shards from full tensors; or the shards are
+                those of another rank.
         """
         if self._done_in is errors:  # torch passes the same list to all modules of a load
             return
@@ -99,7 +106,11 @@ class StateLoading:
         if load.form(local_metadata.get(MARK)) is Form.FULL:
             load.cut()
         else:
+            before = len(errors)
             load.drop_other_layouts()
+            if len(errors) == before:
+                saved = local_metadata.get(PLACES)
+                refuse_other_places(saved, _places(shards), "the state dict")
         stack_loaded_shards(shards, state, prefix, missing)
         for other in inside:
             other._done_in = errors
@@ -194,9 +205,7 @@ class _Load:
         return [self.prefix + name for name in shard.names_of(original)]
 
     def _shard_keys(self, shard: NamedShard) -> list[str]:
-        if shard.param.is_flat:
-            return [self.prefix + shard.key]
-        return self._keys(shard, shard.param.originals[0])
+        return [self.prefix + name for name in shard.keys]
 
     def _evidence(self) -> tuple[list[str], list[str], list[str]]:
         """Return the names of tensors that can only be full, that can only be shards, and that can

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.distributed.shard_layout import ShardLayout
+from xla_fsdp.distributed.shard_layout import ShardLayout, join_name
 from xla_fsdp.fsdp.engine.packing import cut_shard, is_expert, packing_of
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.slots import (
@@ -56,6 +56,7 @@ class FSDPParam:
 
     Attributes:
         is_expert: whether ranks along an axis of the mesh hold different experts of it.
+        unit: name of the unit, as far out as there are units.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class FSDPParam:
     ) -> None:
         self.key = key
         _made.count += 1
-        self._fact = f"{key} (sharded parameter {_made.count})" if everywhere else ""
+        self._number = _made.count if everywhere else 0
+        self.unit = ""
         self.originals = tuple(originals)
         self.is_expert = is_expert(originals)
         self.packing = packing_of(tuple(original.shape for original in originals), layout, dim)
@@ -111,8 +113,11 @@ class FSDPParam:
         Buckets of other parameters may have the same size, so that the sizes of collectives do not
         show that one rank runs another layer, or has a gradient of another parameter.
         """
-        if self._fact:
-            ops.runtime().expect_on_all_ranks(lambda: f"{what} of {self._fact}")
+        if self._number:
+            ops.runtime().expect_on_all_ranks(lambda: f"{what} of {self._told()}")
+
+    def _told(self) -> str:
+        return f"{join_name(self.unit, self.key)} (sharded parameter {self._number})"
 
     @property
     def leaf(self) -> nn.Parameter:

@@ -109,6 +109,12 @@ class FSDPParamGroup:
         held = f"{len(self.params)} parameters of {self.collectives.num_shards} ranks"
         return f"{type(self).__name__}({self.log.unit}: {held})"
 
+    def call(self, unit: str) -> None:
+        """Note the name of the unit, for logs and errors."""
+        self.log.unit = unit
+        for param in self.params:
+            param.unit = unit
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "stepper": None}  # it steps the original's shards, not the copy's
 

@@ -22,6 +22,8 @@ from torch.optim.optimizer import Optimizer
 
 from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
 from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.registry import known_group
+from xla_fsdp.fsdp.engine.shard_place import PLACES, Places, places_of, refuse_other_places
 from xla_fsdp.optim.traits import steps_elementwise
 
 _places: WeakKeyDictionary[FSDPParam, int] = WeakKeyDictionary()
@@ -70,28 +72,48 @@ def in_own_order() -> Iterator[None]:
         _own.order = before
 
 
-def guard_loading() -> None:
-    """Let every optimizer's ``load_state_dict`` check and translate from now on."""
-    original: Callable[..., None] = Optimizer.load_state_dict
+def guard_state_dicts() -> None:
+    """Let every optimizer's state dict tell which shards it is of from now on, and its
+    ``load_state_dict`` check and translate."""
+    read: Callable[..., dict[str, Any]] = Optimizer.state_dict
+    load: Callable[..., None] = Optimizer.load_state_dict
 
-    @wraps(original)
+    @wraps(read)
+    def state_dict(optimizer: Optimizer) -> dict[str, Any]:
+        state, places = read(optimizer), _places_in(optimizer)
+        return {**state, PLACES: places} if places else state
+
+    @wraps(load)
     def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        return original(optimizer, fitting(optimizer, state_dict))
+        return load(optimizer, fitting(optimizer, state_dict))
 
-    # Not a hook, which each optimizer would need: torch has none for all of them.
+    # Not hooks, which each optimizer would need: torch has none for all of them.
+    Optimizer.state_dict = state_dict  # type: ignore[method-assign, assignment]
     Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
+
+
+def _places_in(optimizer: Optimizer) -> Places:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    known = [(known_shard(param), known_group(param)) for param in params]
+    return places_of(
+        (param, group.collectives_of(param))
+        for param, group in known
+        if param is not None and group is not None
+    )
 
 
 def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict by position in the order of the optimizer's parameters.
 
     Raises:
-        ValueError: if the order cannot be told, or a tensor has another shape than its parameter.
+        ValueError: if it is of another rank's shards, the order cannot be told, or a tensor has
+            another shape than its parameter.
     """
     live = [group["params"] for group in optimizer.param_groups]
     groups = state_dict.get("param_groups", ())
     if _own.order or [len(own) for own in live] != [len(g["params"]) for g in groups]:
         return state_dict  # of another number, torch tells
+    refuse_other_places(state_dict.get(PLACES), _places_in(optimizer), "the optimizer's state dict")
     numbers = [list(group["params"]) for group in groups]
     known = [[known_shard(param) for param in own] for own in live]
     if not any(each is not None for own in known for each in own):

@@ -140,6 +140,8 @@ class ShardView:
         result = torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if name_of(func) == "squeeze" and isinstance(args[0], ShardView):
             return _squeezed(func, args, kwargs, result)
+        if name_of(func) in _COPIES and isinstance(args[0], ShardTensor) and _on_host(result):
+            return as_saved(result)
         return _marked(result, tensors) if reads is Reads.VALUES else result
 
     @property
@@ -194,6 +196,25 @@ class ShardTensor(ShardView, Tensor):
         return _as_tensor(self).__reduce_ex__(protocol)  # a file needs torch only
 
 
+class SavedShard(Tensor):
+    """A shard in a state dict of the wrapper, or a copy on the host of one in any: a plain tensor,
+    but for what saves it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return as_saved(result) if name_of(func) in _COPIES else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
 class ShardParameter(ShardView, nn.Parameter):
     """The leaf parameter: this rank's shard, which its optimizer steps.
 
@@ -208,8 +229,9 @@ class ShardParameter(ShardView, nn.Parameter):
     shard_rank = 0
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle with the class and attributes, which ``nn.Parameter`` drops."""
-        return _restored_shard, (type(self), _as_tensor(self), self.requires_grad, vars(self))
+        """Pickle with the class and attributes, which ``nn.Parameter`` drops, and the rank."""
+        data, ranks = _as_tensor(self), (ops.rank(), ops.world_size())
+        return _restored_shard, (type(self), data, self.requires_grad, vars(self), ranks)
 
 
 def gather_like(shard: Any, value: Tensor) -> Tensor:
@@ -246,8 +268,20 @@ def _shard_of(module: nn.Module, name: str, value: Any) -> Tensor | None:
 
 
 def _restored_shard(
-    kind: type[ShardParameter], data: Tensor, requires_grad: bool, marks: dict[str, Any]
+    kind: type[ShardParameter],
+    data: Tensor,
+    requires_grad: bool,
+    marks: dict[str, Any],
+    ranks: tuple[int, int] = (0, 1),
 ) -> ShardParameter:
+    rank, num_ranks = ranks
+    if num_ranks > 1 and ranks != (ops.rank(), ops.world_size()):
+        raise ValueError(
+            f"a sharded model that was saved as a whole object holds the shards of rank {rank} of "
+            f"{num_ranks}, and rank {ops.rank()} of {ops.world_size()} loads it. Save values, not "
+            f"the object: by xla_fsdp.save_checkpoint on all ranks, or "
+            f"xla_fsdp.full_state_dict(model), which all ranks call"
+        )
     shard = kind(data, requires_grad=requires_grad)
     vars(shard).update(marks)
     return shard
@@ -267,6 +301,18 @@ def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
     if placement is None or placement.dim is None:
         return None
     return placement.mesh, placement.dim
+
+
+_COPIES = frozenset({"cpu", "to", "clone", "detach", "contiguous"})
+
+
+def as_saved(shard: Any) -> Any:
+    """Return a plain tensor as ``SavedShard``, and anything else as it is."""
+    return shard.as_subclass(SavedShard) if type(shard) is Tensor else shard
+
+
+def _on_host(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
 def _as_tensor(shard: Any) -> Tensor:

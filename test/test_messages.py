@@ -126,6 +126,15 @@ def shards_copied_to_the_host(rank: int, folder: str) -> None:
         torch.save({"epoch": 1, "states": [state]}, f"{folder}/copied.pth")
 
 
+def rows_copied_to_the_host(rank: int, folder: str) -> None:
+    from xla_fsdp import fully_shard
+
+    model: Any = fully_shard(build())
+    state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    if rank == 0:
+        torch.save(state, f"{folder}/rows.pth")
+
+
 def model_as_an_object(rank: int, folder: str) -> None:
     model = sharded()
     if rank == 0:
@@ -249,6 +258,7 @@ MISTAKES: dict[Callable[..., None], tuple[str, ...]] = {
     saved_on_one_rank: ("inside `if rank == 0:` (save_checkpoint,",),
     shards_on_one_rank: ("rank 0's shards", "xla_fsdp.full_state_dict(model), which all ranks"),
     shards_copied_to_the_host: ("torch.save was given rank 0's shards", "save_checkpoint"),
+    rows_copied_to_the_host: ("torch.save was given rank 0's shards", "save_checkpoint"),
     model_as_an_object: ("torch.save was given rank 0's shards", "save_checkpoint"),
     optimizer_on_one_rank: ("torch.save was given rank 0's shards", "save_checkpoint"),
     optimizer_as_an_object: ("torch.save was given rank 0's shards", "save_checkpoint"),

@@ -140,8 +140,8 @@ class ShardView:
         result = torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if name_of(func) == "squeeze" and isinstance(args[0], ShardView):
             return _squeezed(func, args, kwargs, result)
-        if name_of(func) in _COPIES and isinstance(args[0], ShardTensor) and _on_host(result):
-            return as_saved(result)
+        if name_of(func) in _COPIES and isinstance(args[0], ShardTensor):
+            return _copied(args[0], result)
         return _marked(result, tensors) if reads is Reads.VALUES else result
 
     @property
@@ -311,8 +311,11 @@ def as_saved(shard: Any) -> Any:
     return shard.as_subclass(SavedShard) if type(shard) is Tensor else shard
 
 
-def _on_host(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cpu"
+def _copied(shard: ShardTensor, copy: Any) -> Any:
+    """Return a copy of a shard as a shard: on the host it is only known as one."""
+    if type(copy) is not Tensor:
+        return copy
+    return as_saved(copy) if copy.device.type == "cpu" else _view_of(shard, copy)
 
 
 def _as_tensor(shard: Any) -> Tensor:

@@ -54,6 +54,44 @@ def test_every_rank_gets_its_slice_of_the_whole_sum(
             assert after[rank] == [{(member, place) for member in group}]
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(2, 3)), min_size=1, max_size=4), st.randoms()
+)
+def test_an_axis_may_be_counted_in_parts(parts: list[tuple[int, int]], random: Random) -> None:
+    """Each part is an axis and how many ranks it has, of those with the parts of it before."""
+    sizes, strides = [1, 1, 1], []
+    for axis, size in parts:
+        strides.append(sizes[axis])
+        sizes[axis] *= size
+    coords = torus(*sizes)
+    place = {each: rank for rank, each in enumerate(coords)}
+    order = random.sample(range(len(parts)), len(parts))
+    group = [
+        place[
+            tuple(
+                sum(
+                    digit * strides[at]
+                    for at, digit in zip(order, digits, strict=True)
+                    if parts[at][0] == axis
+                )
+                for axis in range(3)
+            )
+        ]
+        for digits in itertools.product(*(range(parts[at][1]) for at in order))
+    ]
+    steps = reduction_steps([group], coords)
+    assert steps
+    assert all(
+        sum(len({coords[rank][axis] for rank in ring}) > 1 for axis in range(3)) == 1
+        for step in steps
+        for ring in step
+    )
+    tagged = {rank: [{(rank, at)} for at in range(len(group))] for rank in group}
+    after = reduce_in(steps, tagged)  # type: ignore[arg-type]
+    assert after == {rank: [{(r, at) for r in group}] for at, rank in enumerate(group)}
+
+
 def test_groups_along_one_axis_are_one_ring_each() -> None:
     rows = [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert reduction_steps(rows, torus(4, 2)) == [rows]

@@ -33,7 +33,7 @@ def reduction_steps(groups: Groups, coords: Coords) -> list[Groups]:
 
     Returns:
         The replica groups (rings) of each reduce-scatter; none if a group is no box on the torus or
-        is not numbered along its axes, one after the other. Then use a single reduce-scatter.
+        is not numbered along its axes. Then use a single reduce-scatter.
     """
     if any(rank >= len(coords) for group in groups for rank in group):
         return []
@@ -44,20 +44,25 @@ def reduction_steps(groups: Groups, coords: Coords) -> list[Groups]:
 
 
 def _box(group: Sequence[int], coords: Coords) -> tuple[int, ...]:
-    """Return the sizes of the box that a group fills along its axes, in whatever order it takes
-    them, slowest axis first; or ()."""
-    found = [coords[rank] for rank in group]
-    values = [sorted(set(axis)) for axis in zip(*found, strict=True)]
-    # How many ranks there are before an axis changes.
-    strides = {
-        axis: next(at for at, each in enumerate(found) if each[axis] != found[0][axis])
-        for axis, several in enumerate(values)
-        if len(several) > 1
-    }
-    axes = sorted(strides, key=strides.__getitem__, reverse=True)
-    in_order = list(itertools.product(*(values[axis] for axis in axes)))
-    fills = [tuple(each[axis] for axis in axes) for each in found] == in_order
-    return tuple(len(values[axis]) for axis in axes) if fills else ()
+    """Return how many ranks a group counts before it goes on along another axis, slowest first; ()
+    if it does not count along axes.
+
+    A group may take axes in any order, and one in several parts: every fourth rank of a row, then
+    columns, then the rows between.
+    """
+    found = np.array([coords[rank] for rank in group]) - np.array(coords[group[0]])
+    counts: list[int] = []
+    counted = np.zeros_like(found[:1])  # places of the ranks so far, if there are only these counts
+    while len(counted) < len(found):
+        ahead = found[:: len(counted)]
+        axes = np.flatnonzero(ahead[1])
+        if len(axes) != 1:
+            return ()
+        along, others = ahead[:, axes[0]], np.delete(ahead, axes[0], axis=1)
+        ends = np.flatnonzero((np.diff(along) <= 0) | others[1:].any(axis=1))
+        counts.insert(0, 1 + int(ends[0]) if len(ends) else len(ahead))
+        counted = (ahead[: counts[0], None] + counted).reshape(-1, counted.shape[1])
+    return tuple(counts) if np.array_equal(counted, found) else ()
 
 
 def _along(groups: Groups, shape: tuple[int, ...], axis: int) -> Groups:

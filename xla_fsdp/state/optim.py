@@ -71,7 +71,7 @@ class OptimizerParams:
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._leaves = {key: _leaf_of(param) for key, param in params.items()}
         self._keys: dict[int, list[str]] = defaultdict(list)
-        for key in sorted(self._leaves, key=lambda key: self.number(key) or 0):
+        for key in sorted(self._leaves, key=self._number):
             self._keys[id(self.leaf(key))].append(key)
 
     @property
@@ -83,10 +83,13 @@ class OptimizerParams:
         """Return the parameter ``key``, or the stack that it is in."""
         return self._leaves[key][0]
 
-    def number(self, key: str) -> int | None:
-        """Return the index of the parameter in its stack; None if it is in none."""
-        part = self._leaves[key][1]
-        return None if part is None else part.number
+    def part(self, key: str) -> StackPart | None:
+        """Return which slice of a stack the parameter is; None if it is in none."""
+        return self._leaves[key][1]
+
+    def _number(self, key: str) -> int:
+        part = self.part(key)
+        return 0 if part is None else part.number
 
     def keys(self, *leaves: Tensor) -> list[str]:
         """Return the keys of the parameters in ``leaves``, in order; none for other tensors."""
@@ -125,7 +128,7 @@ def read_optimizer(optimizer: Optimizer, params: Mapping[str, Tensor]) -> Optimi
         if (state := optimizer.state.get(leaf))
     }
     states = {
-        key: _entries_of_slice(by_leaf[leaf_id], known.number(key))
+        key: _entries_of_slice(by_leaf[leaf_id], known.part(key))
         for key in params
         if (leaf_id := id(known.leaf(key))) in by_leaf
     }
@@ -211,14 +214,22 @@ def _is_number(value: Tensor) -> bool:
     return value.dim() == 0 or value.shape in ((0,), (1,))
 
 
-def _entries_of_slice(entries: dict[str, StateEntry], number: int | None) -> dict[str, StateEntry]:
-    """Return the state of slice ``number`` of a stack, or ``entries`` if there is no stack."""
-    if number is None:
+def _entries_of_slice(
+    entries: dict[str, StateEntry], part: StackPart | None
+) -> dict[str, StateEntry]:
+    """Return the state of a slice of a stack, or ``entries`` if there is no stack."""
+    if part is None:
         return entries
     return {
-        name: replace(e, value=part_of(e.value, number)) if _is_stacked(name, e) else e
+        name: replace(e, value=_value_of_slice(e, part)) if _is_stacked(name, e) else e
         for name, e in entries.items()
     }
+
+
+def _value_of_slice(entry: StateEntry, part: StackPart) -> Tensor:
+    whole: Tensor = entry.value
+    own = part.shape if entry.kind is StateKind.SHARD else whole.shape[1:]
+    return part_of(whole, replace(part, shape=own))
 
 
 def _is_stacked(name: str, entry: StateEntry) -> bool:
@@ -378,7 +389,8 @@ def _copied(name: str, entries: Sequence[StateEntry], param: Tensor) -> Any:
     if not isinstance(entry.value, Tensor):
         return entry.value
     if is_stack(param) and _is_stacked(name, entry):
-        return torch.stack([each.value.detach() for each in entries]).to(param.device)
+        stack = torch.stack([each.value.detach() for each in entries]).to(param.device)
+        return stack.reshape(held_shape(param)) if entry.kind is StateKind.SHARD else stack
     device = "cpu" if entry.kind is StateKind.HOST else param.device
     return entry.value.detach().to(device=device, copy=True)
 

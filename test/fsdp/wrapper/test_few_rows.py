@@ -50,38 +50,51 @@ def train(rank: int, folder: str) -> dict[str, Any]:
     """One step by each way; a checkpoint of it, loaded where ``folder`` has one."""
     import torch_xla
 
-    from xla_fsdp import full_state_dict, load_checkpoint, parallelize, save_checkpoint
+    from xla_fsdp import (
+        full_state_dict,
+        load_checkpoint,
+        optim_state_dict,
+        parallelize,
+        save_checkpoint,
+    )
     from xla_fsdp.fsdp.engine.param_guards import held_shape
 
     x = batch(rank).to(torch_xla.device())
     found: dict[str, Any] = {}
-    for way in ("units", "loop") if torch_xla.runtime.world_size() == 2 else ("units",):
+    for way in ("units", "loop"):
         model = make(Stacks)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
         if way == "loop":
             model, optimizer, _ = parallelize(model, optimizer, "fast")
         else:
             for number, block in enumerate(model.blocks):
                 model.blocks[number] = fsdp(block, shard_param_on_dim_0=True)
             model = fsdp(model, shard_param_on_dim_0=True)
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
         found[f"{way} shapes"] = [tuple(held_shape(each)) for each in model.parameters()]
         model(x).square().mean().backward()
         optimizer.step()
         found[way] = {name: each.cpu() for name, each in full_state_dict(model).items()}
+        found[f"{way} momentum"] = momentum(optim_state_dict(model, optimizer))
         place = Path(folder, way)
-        if place.exists():
-            load_checkpoint(place, model, optimizer)
-            loaded = full_state_dict(model).items()
-            found[f"{way} loaded"] = {name: each.cpu() for name, each in loaded}
-        else:
+        if not place.exists():
             save_checkpoint(place, model, optimizer, step=1)
+            place = Path(folder, "units")
+        load_checkpoint(place, model, optimizer)
+        loaded = full_state_dict(model).items()
+        found[f"{way} loaded"] = {name: each.cpu() for name, each in loaded}
+        found[f"{way} momentum loaded"] = momentum(optim_state_dict(model, optimizer))
     return found
+
+
+def momentum(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: each["momentum_buffer"] for name, each in state["state"].items()}
 
 
 @cached_outcome
 def outcome() -> dict[int, dict[str, Any]]:
-    """By number of ranks: three, of which each has a matrix, load what two have saved."""
+    """By number of ranks: two save, and their loop loads what their units have saved; three, of
+    which each has a matrix, load what two have saved in the same way."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +109,7 @@ def plain(num_ranks: int) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize(("ranks", "way"), [(2, "units"), (2, "loop"), (3, "units")])
+@pytest.mark.parametrize(("ranks", "way"), [(2, "units"), (2, "loop"), (3, "units"), (3, "loop")])
 def test_numbers_are_those_of_the_plain_model(way: str, ranks: int) -> None:
     assert_close(outcome()[ranks][way], plain(ranks), atol=1e-6, of_largest=1e-5)
 
@@ -104,13 +117,16 @@ def test_numbers_are_those_of_the_plain_model(way: str, ranks: int) -> None:
 def test_ranks_hold_no_padding() -> None:
     half = MATRICES * INNER * WIDTH // 2
     assert outcome()[2]["units shapes"] == [(half,)] * 2
-    assert outcome()[2]["loop shapes"] == [(2, half)]
+    assert outcome()[2]["loop shapes"] == [(2, half // WIDTH, WIDTH)]  # as they are sent
     assert outcome()[3]["units shapes"] == [(1, INNER, WIDTH)] * 2
 
 
 def test_other_ranks_load_their_checkpoints() -> None:
     found = outcome()
-    assert_close(found[3]["units loaded"], found[2]["units"], atol=0)
+    for ranks, way, saved in ((2, "loop", "units"), (3, "units", "units"), (3, "loop", "loop")):
+        for what in ("", " momentum"):
+            own, expected = found[ranks][f"{way}{what} loaded"], found[2][f"{saved}{what}"]
+            assert_close(own, expected, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -135,19 +135,21 @@ class FSDPParam:
     def shard(self) -> Tensor:
         """This rank's shard: the leaf, or a view of a slice of it."""
         part = self.slots.part
-        return self.leaf if part is None else ops.viewable(self.leaf).select(0, part.number)
+        if part is None:
+            return self.leaf
+        return ops.viewable(self.leaf).select(0, part.number).view(part.shape)
 
     @property
     def shard_shape(self) -> torch.Size:
         """Shape of the shard."""
-        shape = held_shape(self.slots.shard)
-        return shape if self.slots.part is None else shape[1:]
+        part = self.slots.part
+        return held_shape(self.slots.shard) if part is None else part.shape
 
     @property
     def grad(self) -> Tensor | None:
         """Gradient of the shard; zeros if it is in a stack and only other slices have one."""
         part, grad = self.slots.part, self.leaf.grad
-        return grad if part is None or grad is None else grad[part.number]
+        return grad if part is None or grad is None else grad[part.number].view(part.shape)
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
@@ -157,7 +159,7 @@ class FSDPParam:
         elif grad is not None or self.leaf.grad is not None:
             stack = self.leaf.grad
             new = torch.zeros_like(self.leaf) if stack is None else stack.detach().clone()
-            new[part.number] = 0 if grad is None else grad
+            new[part.number] = 0 if grad is None else grad.view(new.shape[1:])
             self.leaf.grad = new
 
     @property
@@ -176,10 +178,11 @@ class FSDPParam:
 
     def as_shard(self, rows: Tensor, *length: int) -> Tensor:
         """Return the elements of a shard, with the sharded dim first, in the shard's shape; with
-        ``length``, of so many shards: [length, *shard shape]."""
+        ``length``, of so many shards of a stack, in its shape."""
         if self.packing.dim:
             return self.packing.from_rows(rows, *length)
-        return ops.shaped(rows, (*length, *self.shard_shape))
+        shape = held_shape(self.slots.shard)[1:] if length else self.shard_shape
+        return ops.shaped(rows, (*length, *shape))
 
     def is_cut_like(self, other: FSDPParam | None) -> bool:
         """Return whether shards of both have the same elements of parameters of the same shapes."""

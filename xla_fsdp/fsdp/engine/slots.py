@@ -100,10 +100,18 @@ def _refresh_rnn_weights(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class StackPart:
-    """Slice ``number`` of a stack of shards, [length, *shard shape]."""
+    """Slice ``number`` of a stack of shards.
+
+    Args:
+        number: of the slice.
+        length: of the stack.
+        shape: of the shard. A stack has other dims where shards are vectors of whole rows: on a
+            TPU, vectors that are stacked lie across each other, and a slice would be laid out anew.
+    """
 
     number: int
     length: int
+    shape: torch.Size
 
 
 class ParamSlots:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class ShardStack(ShardParameter):
-    """The leaf for several units' shards of one parameter, [length, *shard_shape].
+    """The leaf for several units' shards of one parameter, [length, *shard_shape]; a vector of
+    whole rows is stacked as these.
 
     Elementwise optimizers step it as any parameter; others may use ``shard_shape``.
     """
@@ -69,14 +70,15 @@ def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
         group: of the first unit.
     """
     leaves = [param.leaf for param in params]
-    stack = ShardStack(
-        torch.stack([leaf.detach() for leaf in leaves]), requires_grad=leaves[0].requires_grad
-    )
+    shape = params[0].shard_shape
+    stored = shape if len(shape) > 1 else params[0].packing.sent_shape
+    joined = torch.stack([ops.shaped(leaf.detach(), stored) for leaf in leaves])
+    stack = ShardStack(joined, requires_grad=leaves[0].requires_grad)
     vars(stack).update(vars(leaves[0]))
     # At once, so that memory holds two copies of one parameter's shards, not of all parameters'.
     ops.compute([stack])
     for number, param in enumerate(params):
-        param.slots.stack(stack, StackPart(number, len(params)))
+        param.slots.stack(stack, StackPart(number, len(params), shape))
         for original in param.originals:
             print_without(original)
             for owner in original.owners:
@@ -97,7 +99,7 @@ def slice_of(param: FSDPParam, group: FSDPParamGroup) -> Tensor:
     """Return the shard: the leaf, or a slice of it, for which ``known_shard`` returns ``param``."""
     if param.slots.part is None:
         return param.leaf
-    shard = part_of(param.leaf, param.slots.part.number)
+    shard = part_of(param.leaf, param.slots.part)
     remember(param, [shard])
     remember_group(shard, group)
     return shard
@@ -107,10 +109,10 @@ def slice_of(param: FSDPParam, group: FSDPParamGroup) -> Tensor:
 _cut_from: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def part_of(stack: Tensor, number: int) -> Tensor:
-    """Return slice ``number`` of a stack: of parameters, or of an optimizer's states for them."""
-    cut = stack.detach()[number]
-    _cut_from[cut] = (stack, number)
+def part_of(stack: Tensor, part: StackPart) -> Tensor:
+    """Return a slice of a stack: of parameters, or of an optimizer's states for them."""
+    cut = ops.shaped(stack.detach()[part.number], part.shape)
+    _cut_from[cut] = (stack, part.number)
     return cut
 
 
@@ -138,7 +140,8 @@ class HostCopies:
             for source, whole in zip(part, to_host(part), strict=True):
                 for place in places[id(source)]:
                     number = sources[place][1]
-                    made[place] = _written_over(earlier.get(place), whole, number)
+                    shape = held_shape(tensors[place])
+                    made[place] = _written_over(earlier.get(place), whole, number, shape)
         self._copies = [made[place] for place in range(len(tensors))]
         return self._copies
 
@@ -155,9 +158,11 @@ def _parts(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield part
 
 
-def _written_over(earlier: Tensor | None, whole: Tensor, number: int | None) -> Tensor:
-    """Return ``whole``, or a slice of it: in ``earlier``, if that is like it."""
-    copy = whole if number is None else whole[number]
+def _written_over(
+    earlier: Tensor | None, whole: Tensor, number: int | None, shape: torch.Size
+) -> Tensor:
+    """Return ``whole``, or a slice of it, in that shape: in ``earlier``, if that is like it."""
+    copy = whole if number is None else whole[number].reshape(shape)
     if earlier is not None and (earlier.shape, earlier.dtype) == (copy.shape, copy.dtype):
         return earlier.copy_(copy)
     return copy if number is None else copy.clone()
@@ -230,4 +235,4 @@ def _merged(stack: Tensor, given: Mapping[int, Tensor]) -> Tensor:
     slices = [given.get(n, own) for n, own in enumerate(stack.unbind())]
     devices = {each.device for each in slices}
     device = stack.device if len(devices) > 1 else slices[0].device
-    return torch.stack([each.detach().to(device) for each in slices])
+    return torch.stack([each.detach().to(device).reshape(stack.shape[1:]) for each in slices])

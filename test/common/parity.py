@@ -290,8 +290,10 @@ def _by_shard(
     if not is_stack(param):
         return [(name, tensor.clone())]
     shards = model.get_original_names_and_sharded_parameters()
-    names = [name for name, shard in shards if known_shard(shard).leaf is param]
-    return [(n, each.clone()) for n, each in zip(names, tensor.unbind(), strict=True)]
+    named = [(name, known_shard(shard)) for name, shard in shards]
+    blocks = [(name, known.shard_shape) for name, known in named if known.leaf is param]
+    slices = zip(blocks, tensor.unbind(), strict=True)
+    return [(name, each.clone().view(shape)) for (name, shape), each in slices]
 
 
 def _state(model: nn.Module, case: Case) -> dict[str, Any]:

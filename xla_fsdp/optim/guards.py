@@ -29,7 +29,12 @@ from xla_fsdp.fsdp.engine import conversions
 from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
 from xla_fsdp.fsdp.engine.param_guards import begin_step, end_step, held_shape
 from xla_fsdp.fsdp.engine.positional_state import forget_order, guard_state_dicts
-from xla_fsdp.fsdp.engine.registry import known_group, owners_of_grads, refuse_shown
+from xla_fsdp.fsdp.engine.registry import (
+    known_group,
+    owners_of_grads,
+    refuse_shown,
+    slices_without_grads,
+)
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
 from xla_fsdp.optim.initial_state import MakesState
@@ -60,6 +65,7 @@ class _OptimizerGuard:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check(optimizer)
+        _refuse_partial_stacks(optimizer)
         forget_order(optimizer)
         begin_step()
 
@@ -203,6 +209,25 @@ def _refuse_replaced(optimizer: Optimizer, param: Tensor) -> None:
             f"trains the {now} that replaced it, which this optimizer would never change. Create "
             f"the optimizer after wrapping, from model.parameters()"
         )
+
+
+def _refuse_partial_stacks(optimizer: Optimizer) -> None:
+    """Raise RuntimeError if some blocks of a stack have no gradient, and others have."""
+    for group in optimizer.param_groups:
+        for stack in group["params"]:
+            if not getattr(stack, "is_stack", False) or stack.grad is None:
+                continue
+            if missing := slices_without_grads(stack, held_shape(stack)[0]):
+                known = known_shard(stack)
+                name = "a stack" if known is None else f"the stack of {_names(known)}"
+                raise RuntimeError(
+                    f"blocks {', '.join(map(str, missing))} have no gradient in {name}, and others "
+                    f"have: backward has not used them (layers that are dropped, or never called). "
+                    f"A stack is stepped as one, so {type(optimizer).__name__} would decay and "
+                    f"move these, too. Give each block parameters of its own: "
+                    f'parallelize(..., "plain"), Recipe(stacked=False), or scan_layers without '
+                    f"stacked"
+                )
 
 
 def _refuse_empty_groups(optimizer: Optimizer) -> None:

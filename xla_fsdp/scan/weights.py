@@ -22,6 +22,8 @@ from torch import Tensor
 
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.registry import note_grads
 from xla_fsdp.xla import ops
 
 P = ParamSpec("P")
@@ -388,6 +390,8 @@ class StackedShards(BlockShards):
         return not param.packing.dim and tuple(param.leaf.shape[1:]) == shape
 
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
+        for at in sums:
+            note_grads(self._group.leaves[at], range(self._first, self._stop, self._step))
         return [
             self._group.reduction.finish_one(sums[at], param, len(sums[at]))
             if at in sums and param.leaf.requires_grad
@@ -408,15 +412,17 @@ class StackedShards(BlockShards):
                 f"those of others were reduced; their parameters are stacked, so they have one "
                 f"gradient. Synchronize the gradients of all blocks, or of none"
             )
-        return [_stack_grads(of_param) for of_param in zip(*grads, strict=True)]
+        pairs = zip(self._group.params, zip(*grads, strict=True), strict=True)
+        return [_stack_grads(param, of_param) for param, of_param in pairs]
 
 
-def _stack_grads(grads: Sequence[Tensor | None]) -> Tensor | None:
+def _stack_grads(param: FSDPParam, grads: Sequence[Tensor | None]) -> Tensor | None:
     """Stack gradients; one that is None becomes zeros. Return None if all are None."""
     example = next((grad for grad in grads if grad is not None), None)
     if example is None:
         return None
-    return torch.stack([torch.zeros_like(example) if grad is None else grad for grad in grads])
+    stack = torch.stack([torch.zeros_like(example) if grad is None else grad for grad in grads])
+    return ops.shaped(stack, (len(grads), *held_shape(param.leaf)[1:]))
 
 
 def _slices(param: FSDPParam, stack: Tensor) -> list[Tensor]:

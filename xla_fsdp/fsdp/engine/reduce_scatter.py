@@ -25,6 +25,7 @@ from xla_fsdp.distributed.collectives import (
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.registry import note_grads
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
 from xla_fsdp.fsdp.engine.scopes import in_phase
 from xla_fsdp.xla import ops
@@ -313,4 +314,6 @@ def _numbers(reduced: ReducedBuckets) -> set[int]:
 
 
 def _as_grad(mean: Tensor, param: FSDPParam, *length: int) -> Tensor:
+    if (part := param.slots.part) is not None and not length:
+        note_grads(param.slots.shard, [part.number])
     return param.as_shard(mean.to(param.slots.shard.dtype), *length)

@@ -40,6 +40,7 @@ class KnownGroup(Protocol):
 _group_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _materialized: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _unsharded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_with_grads: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember_group(shard: Tensor, group: KnownGroup) -> None:
@@ -66,6 +67,22 @@ def owners_of_grads(grads: Sequence[Tensor]) -> list[Tensor]:
         if param.grad is not None
     }
     return [owners.get(id(grad), grad) for grad in grads]
+
+
+def note_grads(stack: Tensor, numbers: Iterable[int]) -> None:
+    """Note that these slices of a stack of shards have got a gradient."""
+    _with_grads.setdefault(stack, set()).update(numbers)
+
+
+def slices_without_grads(stack: Tensor, length: int) -> list[int]:
+    """Return the slices that got no gradient since the last step, although others did; and begin
+    anew.
+
+    A stack has one gradient and is stepped as one. A slice of zeros in it would be decayed, and
+    moved by its momentum, where torch leaves a parameter without a gradient as it is.
+    """
+    noted = _with_grads.pop(stack, None)
+    return [number for number in range(length) if number not in noted] if noted else []
 
 
 def register_unsharded_views(unsharded: Iterable[Tensor]) -> None:

@@ -257,8 +257,9 @@ def _view_shards(
 
 
 def _shard_of(module: nn.Module, name: str, value: Any) -> Tensor | None:
-    if isinstance(value, Tensor) and known_shard(value) is not None:  # a slice of a stack
-        return value
+    found = getattr(value, "stands_for", value)
+    if isinstance(found, Tensor) and known_shard(found) is not None:  # a slice of a stack
+        return found
     owner, _, attribute = name.rpartition(".")
     try:
         found = module.get_submodule(owner)._parameters.get(attribute)
@@ -306,9 +307,18 @@ def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
 _COPIES = frozenset({"cpu", "to", "clone", "detach", "contiguous"})
 
 
-def as_saved(shard: Any) -> Any:
+def saved(shard: Any) -> Any:
+    """Return a value of a state dict as ``SavedShard``, if it is a plain tensor."""
+    if type(shard) is not Tensor:
+        return shard
+    view = as_saved(shard)
+    view.stands_for = shard
+    return view
+
+
+def as_saved(copy: Any) -> Any:
     """Return a plain tensor as ``SavedShard``, and anything else as it is."""
-    return shard.as_subclass(SavedShard) if type(shard) is Tensor else shard
+    return copy.as_subclass(SavedShard) if type(copy) is Tensor else copy
 
 
 def _copied(shard: ShardTensor, copy: Any) -> Any:

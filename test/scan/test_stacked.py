@@ -391,6 +391,52 @@ def test_blocks_that_run_one_by_one_give_the_stack_its_gradient(how: str) -> Non
     assert_close(found[how], found["loop"], atol=1e-6, rtol=1e-5)
 
 
+class Dropping(Net):
+    """Leaves out a block."""
+
+    left_out: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x if number == self.left_out else block(x)
+        return x
+
+
+@scenarios.add
+def dropped(rank: int) -> dict[str, Any]:
+    from xla_fsdp import Recipe, full_state_dict, parallelize
+
+    def train(recipe: Any, *left_out: int | None) -> dict[str, Tensor]:
+        model = make(Dropping)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        wrapped_model: Any
+        wrapped_model, optimizer, _ = parallelize(model, optimizer, recipe)
+        for number in left_out:
+            model.left_out = number
+            wrapped_model(batch(1)).square().mean().backward()
+        optimizer.step()
+        return full_state_dict(wrapped_model)
+
+    alone = train(Recipe("fast", stacked=False), 1)
+    plain = make(Dropping)
+    return {
+        "errors": [message(lambda: train(each, 1)) for each in ("fast", "lean")],
+        "of two passes": train("fast", 1, None)["blocks.1.up.weight"],
+        "alone": [alone["blocks.1.up.weight"], plain.state_dict()["blocks.1.up.weight"]],
+    }
+
+
+def test_a_stack_of_which_a_step_leaves_out_blocks_is_refused() -> None:
+    """AdamW would decay them, and move them by their momentum."""
+    found = result("dropped")
+    for error in found["errors"]:
+        assert "RuntimeError: blocks 1 have no gradient in the stack of" in error
+        assert "Recipe(stacked=False)" in error
+    before = found["alone"][1]
+    assert torch.equal(found["alone"][0], before)
+    assert not torch.equal(found["of two passes"], before)  # the second pass has used all
+
+
 # What people ask of a parameter to make the groups of an optimizer.
 RULES: dict[str, Callable[[Tensor], Any]] = {
     "p.dim()": lambda p: p.dim(),

@@ -420,7 +420,7 @@ def dropped(rank: int) -> dict[str, Any]:
     alone = train(Recipe("fast", stacked=False), 1)
     plain = make(Dropping)
     return {
-        "errors": [message(lambda: train(each, 1)) for each in ("fast", "lean")],
+        "errors": [message(partial(train, each, 1)) for each in ("fast", "lean")],
         "of two passes": train("fast", 1, None)["blocks.1.up.weight"],
         "alone": [alone["blocks.1.up.weight"], plain.state_dict()["blocks.1.up.weight"]],
     }

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from xla_fsdp.distributed.mesh import as_mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.xla import ops
 
 METHODS = ("auto", "ring", "ulysses")
 
@@ -87,15 +86,6 @@ class ContextAxis(AxisComm):
         of_all, count_of_all = self.all_reduce(both).unbind()
         # The second term is zero; it has the gradient.
         return of_all / count_of_all + (total - total.detach()) * (self.size / count_of_all)
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Send ``x`` to the next rank; return what the one before has sent."""
-        sends = [
-            (rank, ring[(at + 1) % self.size])
-            for ring in self.groups
-            for at, rank in enumerate(ring)
-        ]
-        return ops.collective_permute(x, sends)
 
     def _chunks_of(self, rank: Tensor) -> Tensor:
         """Return the numbers of the two chunks of a rank, [2], from its own, [1]."""

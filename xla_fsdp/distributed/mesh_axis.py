@@ -70,6 +70,17 @@ class AxisComm:
             return x
         return ops.reduce_scatter(x, self.size, self.groups, dim % x.dim())
 
+    def send(self, x: Tensor, ahead: int = 1) -> Tensor:
+        """Send ``x`` to the rank so far ahead, around the axis; return what this one has got."""
+        if ahead % self.size == 0:
+            return x
+        sends = [
+            (rank, ring[(at + ahead) % self.size])
+            for ring in self.groups
+            for at, rank in enumerate(ring)
+        ]
+        return ops.collective_permute(x, sends)
+
     def own_slice(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's slice, along ``dim``, of a tensor that is the same on all ranks."""
         if self.size == 1:

@@ -93,6 +93,11 @@ def all_to_all(x: Tensor, axis: AxisComm, old: int, new: int) -> Tensor:
     return _Mapping.apply(x, there, back)
 
 
+def send(x: Tensor, axis: AxisComm, ahead: int) -> Tensor:
+    """From this rank to the one so far ahead. Forward and backward: collective-permute."""
+    return _Mapping.apply(x, partial(axis.send, ahead=ahead), partial(axis.send, ahead=-ahead))
+
+
 # ---------------------------------------------------------------- placements
 
 # Query, key and value projections take the same tensor. It is gathered once for all of them, and

@@ -184,7 +184,7 @@ class _Ring:
         grad_q, grad_k, grad_v = (torch.zeros_like(e, dtype=wide) for e in (query, key, value))
         for step in self._steps(options, key, value, segments):
             if step.number:
-                grad_k, grad_v = self.axis.rotate(grad_k), self.axis.rotate(grad_v)
+                grad_k, grad_v = self.axis.send(grad_k), self.axis.send(grad_v)
             for queries, keys, masks in step.products():
                 product = self._product(options, step, query.shape[2])
                 given = step.given(query, queries, keys)
@@ -193,13 +193,13 @@ class _Ring:
                 grad_q = grad_q + step.spread(found[0].to(wide), queries)
                 grad_k = grad_k + step.spread(found[1].to(wide), keys)
                 grad_v = grad_v + step.spread(found[2].to(wide), keys)
-        grad_k, grad_v = self.axis.rotate(grad_k), self.axis.rotate(grad_v)  # home
+        grad_k, grad_v = self.axis.send(grad_k), self.axis.send(grad_v)  # home
         return grad_q.to(query.dtype), grad_k.to(key.dtype), grad_v.to(value.dtype)
 
     def _steps(
         self, options: Options, key: Tensor, value: Tensor, segments: Pair | None
     ) -> Iterator[_Step]:
-        rank, rotate = self.axis.local_rank_on_device, self.axis.rotate
+        rank, rotate = self.axis.local_rank_on_device, self.axis.send
         for number in range(self.axis.size):
             if number:
                 key, value = rotate(key), rotate(value)

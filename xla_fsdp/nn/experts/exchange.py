@@ -2,8 +2,8 @@
 
 Shapes do not depend on the routes. Without a capacity any rank may get all tokens, so each gets
 those of all ranks along the axis, a round at a time, which bounds what it holds of them; what it
-computes are the rows of its own experts. With a capacity ranks exchange as many rows of each expert
-as it may take, by all-to-all.
+computes are the rows of its own experts. With a capacity ranks send each other as many rows of each
+expert as it may take.
 Invariants: no other rank's loss is lost or counted twice: the gradient of an expert is the sum over
 the tokens of all ranks along the axis.
 """
@@ -153,16 +153,20 @@ def _to_experts(
     capacity: float,
     total: int,
 ) -> Tensor:
-    """Send each expert's rows, at most as many as it takes of a rank, to the rank that has it."""
-    routes = Routes.of(experts, total, capacity)
+    """Send each expert's rows, at most as many as it takes of a rank, to the rank that has it.
+
+    In a round for each rank: the compiler hides sends from rank to rank under the products of other
+    rounds, and leaves an all-to-all blocking.
+    """
     each, own = math.ceil(capacity * experts.numel() / total), total // axis.size
+    # Numbered from this rank's own on, so that the rows of a round are the same on every rank.
+    ahead = (experts - axis.local_rank_on_device * own) % total
+    routes = Routes.of(ahead, total, capacity)
     places = _Places.of(routes, each)
-    sent = _Moved.apply(routes.spread(tokens), *places)
-    received = mappings.all_to_all(sent.unflatten(0, (axis.size, own, each)), axis, 0, 0)
-    rows = received.transpose(0, 1).flatten(0, 2)
-    rows = compute(rows, Routes.even(own, axis.size * each, rows.device))
-    back = rows.unflatten(0, (own, axis.size, each)).transpose(0, 1)
-    found = mappings.all_to_all(back, axis, 0, 0).flatten(0, 2)
+    rounds = _Moved.apply(routes.spread(tokens), *places).split(own * each)
+    received = [mappings.send(rows, axis, number) for number, rows in enumerate(rounds)]
+    computed = [compute(rows, Routes.even(own, each, rows.device)) for rows in received]
+    found = torch.cat([mappings.send(rows, axis, -at) for at, rows in enumerate(computed)])
     return routes.combine(_Moved.apply(found, *_Places.back(places)), weights).to(tokens.dtype)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from test.common.chips import Done, Job, run_jobs
 from test.common.compare import assert_close, same
 from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.scenarios import make, message
@@ -75,13 +76,14 @@ def loss_of(model: Any, rank: int, step: int, routes: str, device: Any = "cpu") 
     return loss
 
 
-def plain(routes: str) -> dict[str, Any]:
+def plain(routes: str, num_ranks: int = RANKS) -> dict[str, Any]:
     model = make(Mixture)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        torch.stack([loss_of(model, rank, step, routes) for rank in range(RANKS)]).mean().backward()
+        losses = [loss_of(model, rank, step, routes) for rank in range(num_ranks)]
+        torch.stack(losses).mean().backward()
         if not step:
             grads = {name: each.grad.clone() for name, each in model.named_parameters()}
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)))
@@ -111,16 +113,36 @@ def everything(model: Any, optimizer: Any) -> dict[str, Tensor]:
     return {name: each.cpu() for name, each in {**full_state_dict(model), **states}.items()}
 
 
+def trained(rank: int, model: Any, optimizer: Any, routes: str) -> dict[str, Any]:
+    import torch_xla
+
+    from xla_fsdp import clip_grad_norm_
+    from xla_fsdp.fsdp.engine.shard_tensor import gather_like
+
+    lazy = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, rank, step, routes, torch_xla.device()).backward()
+        if not step:
+            lazy_grads = {n: gather_like(p, p.grad) for n, p in model.named_parameters()}
+        lazy.append(clip_grad_norm_(model.parameters(), LIMIT))
+        optimizer.step()
+        torch_xla.sync()
+    grads = {n: each.cpu() for n, each in lazy_grads.items()}
+    norms, state = [float(each) for each in lazy], everything(model, optimizer)
+    return {"grads": grads, "norms": norms, "state": state}
+
+
+def on_chips(rank: int, shape: tuple[int, int], capacity: float | None) -> dict[str, Any]:
+    from xla_fsdp import init_mesh
+
+    return trained(rank, *cut(init_mesh(shape, ("shard", "expert")), capacity), "any")
+
+
 def run(rank: int, folder: str) -> dict[str, Any]:
     import torch_xla
 
-    from xla_fsdp import (
-        clip_grad_norm_,
-        fully_shard,
-        init_mesh,
-        load_checkpoint,
-        save_checkpoint,
-    )
+    from xla_fsdp import fully_shard, init_mesh, load_checkpoint, save_checkpoint
     from xla_fsdp.fsdp.engine.shard_tensor import gather_like
 
     device = torch_xla.device()
@@ -128,18 +150,7 @@ def run(rank: int, folder: str) -> dict[str, Any]:
     meshes = {name: init_mesh(shape, AXES[-len(shape) :]) for name, shape in MESHES.items()}
     for name, routes in CASES:
         model, optimizer = cut(meshes[name])
-        lazy = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, rank, step, routes, device).backward()
-            if not step:
-                lazy_grads = {n: gather_like(p, p.grad) for n, p in model.named_parameters()}
-            lazy.append(clip_grad_norm_(model.parameters(), LIMIT))
-            optimizer.step()
-            torch_xla.sync()
-        grads = {n: each.cpu() for n, each in lazy_grads.items()}
-        norms, state = [float(each) for each in lazy], everything(model, optimizer)
-        found[f"{name} {routes}"] = {"grads": grads, "norms": norms, "state": state}
+        found[f"{name} {routes}"] = trained(rank, model, optimizer, routes)
     save_checkpoint(f"{folder}/1x4", model, optimizer, step=1)
     alone = fully_shard(make(Mixture, 4))
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
@@ -243,13 +254,36 @@ def outcome() -> tuple[dict[str, Any], dict[str, Tensor]]:
     return found, merged["model"]
 
 
-@pytest.mark.parametrize(("mesh", "routes"), CASES)
-def test_training_is_that_of_the_plain_model(mesh: str, routes: str) -> None:
-    own, expected = outcome()[0][f"{mesh} {routes}"], plain(routes)
+def assert_trained(own: dict[str, Any], expected: dict[str, Any]) -> None:
     assert_close(own["grads"], expected["grads"], atol=1e-7, of_largest=1e-5)
     assert own["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     params = {name: own["state"][name] for name in expected["state"]}
     assert_close(params, expected["state"], atol=1e-5, of_largest=1e-5)
+
+
+@pytest.mark.parametrize(("mesh", "routes"), CASES)
+def test_training_is_that_of_the_plain_model(mesh: str, routes: str) -> None:
+    assert_trained(outcome()[0][f"{mesh} {routes}"], plain(routes))
+
+
+@cached_outcome
+def chips() -> dict[str, Done]:
+    jobs = [(shape, capacity) for shape in ((4, 2), (2, 4)) for capacity in (None, EXPERTS)]
+    return run_jobs({f"{job}": Job("v5e:2x4", on_chips, job) for job in jobs}, timeout=1800)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4)])
+@pytest.mark.parametrize("capacity", [None, EXPERTS])
+def test_programs_for_a_slice_train_as_the_plain_model(
+    shape: tuple[int, int], capacity: float | None
+) -> None:
+    """With that capacity an expert takes all tokens of every rank: nothing is dropped."""
+    done = chips()[f"{(shape, capacity)}"]
+    assert not done.error, done.error
+    expected = plain("any", 8)
+    for rank in done.ranks:
+        assert_trained(rank, expected)
 
 
 def test_any_mesh_loads_what_another_has_saved() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from torch import Tensor
+from torch.optim import SGD
 
-from test.common.compare import assert_close
+from test.common.compare import assert_close, same
 from test.common.mixtures import (
     KINDS,
     STEPS,
@@ -24,6 +26,7 @@ from test.common.mixtures import (
 from test.common.ranks import cached_outcome, run_on_ranks
 from test.common.recipes import language_model
 from test.common.scenarios import make, message
+from xla_fsdp.consolidate_sharded_ckpts import main
 from xla_fsdp.integrations.experts import register
 from xla_fsdp.recipe.options import NAMES
 
@@ -33,6 +36,7 @@ pytestmark = pytest.mark.skipif(
 
 TOLERANCE = 1e-5
 BF16 = {"compute_dtype": "bfloat16"}
+CUTS: tuple[dict[str, Any], ...] = ({}, {"mesh": {"shard": 1, "expert": 2}})
 QUICK = Mix("gpt_oss_alike")  # with transposed weights and biases
 SLOW = (
     *(Mix(model, recipe) for model in KINDS for recipe in NAMES),
@@ -151,15 +155,43 @@ def test_experts_cut_over_an_axis_train_as_eager_ones(mix: Mix) -> None:
     check(mix, on_axes()[name_of(mix)])
 
 
-@cached_outcome
-def in_bf16() -> list[list[Trained]]:
-    return train_on_ranks([Mix(model, "lean", BF16) for model in KINDS], 2, timeout=1700)
+def save(rank: int, folder: str) -> dict[str, Tensor]:
+    from xla_fsdp import Recipe, full_state_dict, parallelize, save_checkpoint
+
+    model = make(partial(mixture, "mixtral"))
+    model, optimizer, _ = parallelize(
+        model, SGD(model.parameters(), lr=0.1), Recipe("lean", mesh=AXES["2x2"])
+    )
+    save_checkpoint(f"{folder}/run", model, optimizer, step=1)
+    return {name: each.cpu() for name, each in full_state_dict(model).items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(KINDS)), ids=KINDS)
-def test_losses_in_bf16_are_near(number: int) -> None:
-    plain, found = train_plain([*KINDS][number], 2), in_bf16()[number][0]
+def test_what_ranks_of_an_axis_save_is_exported_for_transformers(tmp_path: Path) -> None:
+    state = run_on_ranks(save, 4, str(tmp_path))[0]
+    place = f"{tmp_path}/exported/"
+    assert main(["--ckpt_prefix", f"{tmp_path}/run", "--save_path", place]) == 0
+    plain: Any = make(partial(mixture, "mixtral"))
+    plain.config.save_pretrained(place)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(place)
+    assert same(loaded.state_dict(), state)
+    logits = [each.eval()(tokens(0, 0)).logits for each in (loaded, plain)]
+    assert_close({"logits": logits[0]}, {"logits": logits[1]}, atol=1e-6, of_largest=1e-5)
+
+
+IN_BF16 = {f"{kind} {cut}": Mix(kind, "lean", {**BF16, **cut}) for kind in KINDS for cut in CUTS}
+
+
+@cached_outcome
+def in_bf16() -> dict[str, list[Trained]]:
+    found = train_on_ranks([*IN_BF16.values()], 2, timeout=1700)
+    return dict(zip(IN_BF16, found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_BF16)
+def test_losses_in_bf16_are_near(name: str) -> None:
+    plain, found = train_plain(IN_BF16[name].model, 2), in_bf16()[name][0]
     assert found.losses == pytest.approx(plain.losses, rel=0.05)
 
 

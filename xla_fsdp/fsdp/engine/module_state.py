@@ -25,7 +25,7 @@ from xla_fsdp.fsdp.engine.deferred import take_memory
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param_guards import package_code
-from xla_fsdp.fsdp.engine.shard_tensor import saved
+from xla_fsdp.fsdp.engine.shard_tensor import in_state_dict
 from xla_fsdp.fsdp.engine.slots import drop_names
 from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
 from xla_fsdp.fsdp.engine.state import FSDPState
@@ -125,7 +125,7 @@ def attach(module: nn.Module, attachment: ModuleState) -> None:
         if inner._fsdp_unit is not attachment.unit:
             inner._fsdp_unit.join(attachment.unit)
             if not inner._fsdp_module_state.part:  # the first of several modules
-                inner._fsdp_unit.group.call(name)
+                inner._fsdp_unit.group.set_name(name)
     module.register_state_dict_pre_hook(_show_shards)
     module.register_load_state_dict_pre_hook(_translate)
     module.register_load_state_dict_post_hook(_finish_loading)
@@ -287,4 +287,4 @@ def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any
         shards = list(named_shards(module))
         mark_shards(local_metadata, shards)
         for key in {prefix + name for shard in shards for name in shard.keys} & state.keys():
-            state[key] = saved(state[key])
+            state[key] = in_state_dict(state[key])

@@ -109,7 +109,7 @@ class FSDPParamGroup:
         held = f"{len(self.params)} parameters of {self.collectives.num_shards} ranks"
         return f"{type(self).__name__}({self.log.unit}: {held})"
 
-    def call(self, unit: str) -> None:
+    def set_name(self, unit: str) -> None:
         """Note the name of the unit, for logs and errors."""
         self.log.unit = unit
         for param in self.params:

@@ -198,7 +198,11 @@ class ShardTensor(ShardView, Tensor):
 
 class SavedShard(Tensor):
     """A shard in a state dict of the wrapper, or a copy on the host of one in any: a plain tensor,
-    but for what saves it."""
+    but for what saves it.
+
+    Attributes:
+        stands_for: the tensor that it is a view of; copies have none.
+    """
 
     @classmethod
     def __torch_function__(
@@ -307,8 +311,8 @@ def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
 _COPIES = frozenset({"cpu", "to", "clone", "detach", "contiguous"})
 
 
-def saved(shard: Any) -> Any:
-    """Return a value of a state dict as ``SavedShard``, if it is a plain tensor."""
+def in_state_dict(shard: Any) -> Any:
+    """Return what a state dict has for a shard: a ``SavedShard`` for a plain tensor."""
     if type(shard) is not Tensor:
         return shard
     view = as_saved(shard)

@@ -65,7 +65,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
         raise TypeError(f"checkpoint_module takes an nn.Module, got {type(module).__name__}")
     if is_checkpointed(module):
         return module
-    original = _unbound_forward(module)
+    original = unbound_forward(module)
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,12 @@ def checkpoint_wrapper(
     return module
 
 
-def _unbound_forward(module: nn.Module) -> Callable[..., Any]:
+def unbound_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of ``module`` as a function of it: what is to be called in a new forward.
+
+    A deep copy of the module must run its own weights, and functions are not copied. So a new
+    forward is a method, and no closure over the module or its old forward.
+    """
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:
         return forward.__func__

@@ -25,7 +25,7 @@ from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.init.managed import subclass_problems
 from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
-from xla_fsdp.nn.activation_checkpoint import checkpoint_module
+from xla_fsdp.nn.activation_checkpoint import checkpoint_module, unbound_forward
 from xla_fsdp.nn.chunked import LinearCrossEntropy, StreamedEmbedding
 from xla_fsdp.nn.chunked.chunks import CHUNK_BYTES
 from xla_fsdp.optim.guards import is_guard
@@ -39,7 +39,7 @@ from xla_fsdp.recipe.options import SWITCHES, Name, Recipe
 from xla_fsdp.recipe.read_units import gather_what_is_read
 from xla_fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks
 from xla_fsdp.scan.api import holds_blocks
-from xla_fsdp.scan.block_scan import module_of
+from xla_fsdp.scan.block_scan import module_of, scans_in
 from xla_fsdp.scan.errors import REFUSALS, NoLoopError
 from xla_fsdp.wrap import Ignored, Policy, has_forward, wrap_children
 from xla_fsdp.xla import ops
@@ -758,10 +758,10 @@ def _watch_forwards(
     if not scans or plan.recipe.scan or isinstance(plan.recipe.remat, tuple):
         return
 
-    inner = model.forward
+    inner = unbound_forward(model)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = partial(inner, *args, **kwargs)
+        run = partial(inner, self, *args, **kwargs)
         if not plan.has("scan"):
             return run()
         before = [buffer.detach().clone() for buffer in self.buffers()]
@@ -777,7 +777,7 @@ def _watch_forwards(
         with blocks_one_by_one():
             result = run()
         if torch.is_grad_enabled():
-            for scan in scans:
+            for scan in scans_in(self):
                 scan.remove()
             plan.give_up_loops(why)
         return result

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.context_parallel import mean_over_context
 from xla_fsdp.fsdp.engine.autograd import on_device, version_of
 from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
+from xla_fsdp.nn.activation_checkpoint import unbound_forward
 from xla_fsdp.nn.chunked import LinearCrossEntropy
 
 IGNORED = -100
@@ -191,7 +192,8 @@ class StreamedLoss:
         self._is_taken = False
         self._original = model.loss_function
         model.loss_function = self._loss
-        model.forward = MethodType(_with_targets(model.forward, self), model)
+        model._fsdp_streamed_loss = self  # by which a copy of the model finds its own
+        model.forward = MethodType(_with_targets(model), model)
         # Hooks of the unit run outside of it, so it is called with targets.
         head.register_forward_pre_hook(self._add_targets)
         head.register_forward_hook(self._guard_losses)
@@ -248,22 +250,22 @@ class StreamedLoss:
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
 
-def _with_targets(original: Any, streamed: StreamedLoss) -> Callable[..., Any]:
-    """Return a forward that streams the loss where it is trained with labels."""
-    signature = inspect.signature(original)
+def _with_targets(model: Any) -> Callable[..., Any]:
+    """Return a forward for ``model`` that streams the loss where it is trained with labels."""
+    signature, original = inspect.signature(model.forward), unbound_forward(model)
 
-    @functools.wraps(getattr(original, "__func__", original))
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(*args, **kwargs).arguments
         options = given | given.get(_keywords_of(signature), {})
         kept = options.get("logits_to_keep", 0)  # 0 for all of them
         is_cut = isinstance(kept, Tensor) or kept != 0
         if options.get("labels") is None or not self.training or is_cut:
-            return original(*args, **kwargs)
+            return original(self, *args, **kwargs)
         # Models hand these on to their blocks, which have no use for them.
         others = {name: each for name, each in kwargs.items() if name not in OF_THE_LOSS}
-        call = functools.partial(original, *args, **others)
-        count = options.get("num_items_in_batch")
+        call = functools.partial(original, self, *args, **others)
+        count, streamed = options.get("num_items_in_batch"), self._fsdp_streamed_loss
         return streamed.run(call, options["labels"], _targets(options), count, kept={})
 
     return forward

@@ -6,8 +6,10 @@ weights of such modules (SAM's ``point_embed``), which a first forward shows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -18,6 +20,7 @@ from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.shard_tensor import ShardUsedError
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
+from xla_fsdp.nn.activation_checkpoint import unbound_forward
 
 
 def gather_what_is_read(model: XlaFullyShardedDataParallel, tell: Callable[[str], None]) -> None:
@@ -30,25 +33,32 @@ def gather_what_is_read(model: XlaFullyShardedDataParallel, tell: Callable[[str]
         model: all of it, with its units.
         tell: called with a line about each such unit.
     """
-    _ReadUnits(model, tell).install(model)
+    inner = unbound_forward(model)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._fsdp_read_units.run(self, partial(inner, self, *args, **kwargs))
+
+    vars(model)["_fsdp_read_units"] = _ReadUnits(tell)
+    model.forward = MethodType(forward, model)
 
 
 class _ReadUnits:
-    def __init__(self, model: XlaFullyShardedDataParallel, tell: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._read: list[FSDPState] = []
         self._is_known = False  # whether a forward has ended
 
-    def install(self, model: XlaFullyShardedDataParallel) -> None:
-        watch, inner = self, type(model).forward
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ReadUnits:
+        copied = _ReadUnits(self._tell)
+        copied._read, copied._is_known = copy.deepcopy(self._read, memo), self._is_known
+        return copied
 
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if watch._is_known:
-                with watch._gathered():
-                    return inner(self, *args, **kwargs)
-            return watch._first(self, lambda: inner(self, *args, **kwargs))
-
-        model.forward = MethodType(forward, model)
+    def run(self, model: XlaFullyShardedDataParallel, forward: Callable[[], Any]) -> Any:
+        """Run a forward of the model."""
+        if not self._is_known:
+            return self._first(model, forward)
+        with self._gathered():
+            return forward()
 
     def _first(self, model: XlaFullyShardedDataParallel, run: Callable[[], Any]) -> Any:
         before = [buffer.detach().clone() for buffer in model.buffers()]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.autograd import on_device
+from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
 from xla_fsdp.fsdp.engine.scopes import current_pass, joined
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.remat_policy import ActivationStore, policy_of
@@ -613,6 +614,12 @@ class _BlockRef:
 
     def __call__(self) -> Any:
         return None if self._block is None else self._block()
+
+
+def scans_in(model: nn.Module) -> list[BlockScan]:
+    """Return what runs blocks of ``model`` as loops, each once."""
+    found = [each._fsdp_module_state.forward_override for _, each in named_fsdp_modules(model)]
+    return list(dict.fromkeys(each for each in found if isinstance(each, BlockScan)))
 
 
 def module_of(block: Any) -> nn.Module:

@@ -40,6 +40,41 @@ class Square(nn.Module):
 
 
 @scenario
+def snapshots(rank: int) -> dict[str, Any]:
+    """Of the best step, say: each is loaded twice, with steps in between."""
+    import copy
+
+    import torch_xla
+
+    from xla_fsdp import full_state_dict
+
+    found: dict[str, Any] = {}
+    for name, take in {
+        "deepcopy": copy.deepcopy,
+        "clone": lambda state: {key: value.clone() for key, value in state.items()},
+        "host": lambda state: {key: value.cpu() for key, value in state.items()},
+    }.items():
+        model = nested(make(BatchNormNet))
+        optimizer = torch.optim.Adam(model.parameters())
+        snapshot, before = take(model.state_dict()), full_state_dict(model)
+        loaded = []
+        for _ in range(2):
+            model.load_state_dict(snapshot)
+            torch_xla.sync()
+            loaded.append(same(full_state_dict(model), before))
+            model(rows()).square().mean().backward()
+            optimizer.step()
+            torch_xla.sync()
+        found[name] = [*loaded, not same(full_state_dict(model), before)]
+    return found
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "clone", "host"])
+def test_a_snapshot_is_there_for_the_next_load(way: str) -> None:
+    assert result("snapshots")[way] == [True, True, True]
+
+
+@scenario
 def full_in_and_out(rank: int) -> dict[str, Any]:
     from xla_fsdp import full_state_dict
 

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from xla_fsdp.checkpoint.format.plan import original_name
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.packing import own_parts
+from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.positional_state import note_order
 from xla_fsdp.fsdp.engine.shard_place import PLACES, Places, places_of, refuse_other_places
 from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
+from xla_fsdp.xla import ops
 
 # Key of the form in a state dict's metadata, which torch has for each module.
 MARK = "xla_fsdp_form"
@@ -112,6 +114,7 @@ class StateLoading:
                 saved = local_metadata.get(PLACES)
                 refuse_other_places(saved, _places(shards), "the state dict")
         stack_loaded_shards(shards, state, prefix, missing)
+        load.copy_device_tensors()
         for other in inside:
             other._done_in = errors
 
@@ -200,6 +203,19 @@ class _Load:
                         f"number of ranks or flattened otherwise, merge the shards of all ranks "
                         f"(consolidate_sharded_state_dicts) and load the result."
                     )
+
+    def copy_device_tensors(self) -> None:
+        """Replace tensors of the device by copies, as a step gives the model's memory away: a
+        snapshot is to be there for the next load."""
+        given = {
+            key: value
+            for key, value in self.state.items()
+            if key.startswith(self.prefix) and isinstance(value, Tensor)
+        }
+        on_device = {key: value for key, value in given.items() if value.device.type == "xla"}
+        with package_code():
+            copies = ops.with_memory_of_their_own(list(on_device.values()))
+        self.state.update(zip(on_device, copies, strict=True))
 
     def _keys(self, shard: NamedShard, original: OriginalParam) -> list[str]:
         return [self.prefix + name for name in shard.names_of(original)]

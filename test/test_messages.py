@@ -126,6 +126,25 @@ def shards_copied_to_the_host(rank: int, folder: str) -> None:
         torch.save({"epoch": 1, "states": [state]}, f"{folder}/copied.pth")
 
 
+def trainable_parameters_alone(rank: int, folder: str) -> None:
+    params = {name: param.detach().cpu() for name, param in sharded().named_parameters()}
+    if rank == 0:
+        torch.save(params, f"{folder}/trainable.pth")
+
+
+def moving_average(rank: int, folder: str) -> None:
+    state = {name: 0.9 * value + 0.1 * value for name, value in sharded().state_dict().items()}
+    if rank == 0:
+        torch.save({name: value.half() for name, value in state.items()}, f"{folder}/ema.pth")
+
+
+def shards_as_extra(rank: int, folder: str) -> None:
+    from xla_fsdp import save_checkpoint
+
+    model = sharded()
+    save_checkpoint(f"{folder}/extra", model, step=1, extra={"ema": model.state_dict()["0.weight"]})
+
+
 def rows_copied_to_the_host(rank: int, folder: str) -> None:
     from xla_fsdp import fully_shard
 
@@ -258,6 +277,9 @@ MISTAKES: dict[Callable[..., None], tuple[str, ...]] = {
     saved_on_one_rank: ("inside `if rank == 0:` (save_checkpoint,",),
     shards_on_one_rank: ("rank 0's shards", "xla_fsdp.full_state_dict(model), which all ranks"),
     shards_copied_to_the_host: ("torch.save was given rank 0's shards", "save_checkpoint"),
+    trainable_parameters_alone: ("torch.save was given rank 0's shards", "save_checkpoint"),
+    moving_average: ("torch.save was given rank 0's shards", "save_checkpoint"),
+    shards_as_extra: ("extra holds rank", "Save whole tensors"),
     rows_copied_to_the_host: ("torch.save was given rank 0's shards", "save_checkpoint"),
     model_as_an_object: ("torch.save was given rank 0's shards", "save_checkpoint"),
     optimizer_on_one_rank: ("torch.save was given rank 0's shards", "save_checkpoint"),
@@ -299,12 +321,31 @@ def memory(rank: int) -> dict[str, int]:
     return found
 
 
+def saved_by_one_of_the_replicas(rank: int, folder: str) -> None:
+    """Nothing to warn of: all of them hold the whole model."""
+    from xla_fsdp import fully_shard, init_mesh
+
+    path = f"{folder}/replica.pth"
+    model: Any = fully_shard(build(), mesh=init_mesh((RANKS, 1), ("replica", "shard")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if rank == 0:
+        content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(content, path)
+    import torch_xla.core.xla_model as xm
+
+    xm.rendezvous("saved")
+    loaded = torch.load(path)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+
+
 def loss_of_a_step(rank: int) -> dict[str, Tensor]:
     return {"loss": sharded()(rows()).sum()}
 
 
 def everything(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {each.__name__: said(each, folder) for each in MISTAKES}
+    found["replicas"] = said(saved_by_one_of_the_replicas, folder)
     losses = launch(loss_of_a_step, num_ranks=RANKS)
     found["losses"] = [each["loss"].item() for each in losses]
     return {**found, "memory": launch(memory, num_ranks=RANKS)}
@@ -330,6 +371,10 @@ def test_a_mistake_is_answered_by_what_to_write(
 ) -> None:
     message = found[mistake.__name__]
     assert [words for words in MISTAKES[mistake] if words not in message] == [], message
+
+
+def test_what_is_no_mistake_is_not_warned_of(found: dict[str, Any]) -> None:
+    assert found["replicas"] == "nothing was raised"
 
 
 def test_the_memory_of_cpu_ranks_is_that_of_the_process(found: dict[str, Any]) -> None:

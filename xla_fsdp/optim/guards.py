@@ -24,7 +24,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.fsdp.engine import conversions
 from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
 from xla_fsdp.fsdp.engine.param_guards import begin_step, end_step, held_shape
@@ -35,7 +34,7 @@ from xla_fsdp.fsdp.engine.registry import (
     refuse_shown,
     slices_without_grads,
 )
-from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
+from xla_fsdp.fsdp.engine.shard_tensor import is_part, is_sharded
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
 from xla_fsdp.optim.initial_state import MakesState
 from xla_fsdp.optim.traits import acts_elementwise, needs_closure, steps_elementwise
@@ -96,7 +95,7 @@ _optimizer_guard = _OptimizerGuard()
 def install() -> None:
     """Install the guards once; check optimizers again, as a new unit was made."""
     with _installing:
-        ops.refuse_reduce_gradients_of(_is_part)
+        ops.refuse_reduce_gradients_of(is_part)
         ops.before_gather_with_gradient(_warn_of_gather)
         _optimizer_guard.forget()
         if _optimizer_guard.register():
@@ -138,7 +137,7 @@ def _count_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         refuse_shown(given, "torch.nn.utils.get_total_norm")
-        if any(_is_part(owner) for owner in owners_of_grads(given)):
+        if any(is_part(owner) for owner in owners_of_grads(given)):
             return get_total_norm(given, *args, **kwargs)
         return original(given, *args, **kwargs)
 
@@ -161,7 +160,7 @@ def _refuse_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         refuse_shown(given, "torch.nn.utils.clip_grad_norm_")
-        if any(_is_part(param) for param in given):
+        if any(is_part(param) for param in given):
             raise RuntimeError(
                 "torch.nn.utils.clip_grad_norm_ was given parameters sharded by xla_fsdp. Each "
                 "rank would compute the norm of its own slices and scale by another factor. Call "
@@ -187,17 +186,6 @@ def _of_full_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(module, tensor_name, *args, **kwargs)
 
     return guarded
-
-
-def _is_part(param: Tensor) -> bool:
-    """Return whether ranks hold different parts of ``param``."""
-    known = known_shard(param) if is_sharded(param) else None
-    if known is not None and known.packing.layout.num_shards > 1:
-        return True
-    placements = (
-        [known_placement(param)] if known is None else [m.placement for m in known.originals]
-    )
-    return any(each is not None and each.parts > 1 for each in placements)
 
 
 def _refuse_replaced(optimizer: Optimizer, param: Tensor) -> None:
@@ -272,7 +260,7 @@ def _warn_unless_elementwise(optimizer: Optimizer) -> None:
 
 def _is_whole(param: Tensor) -> bool:
     """Return whether ``param`` is a parameter of the original model, as it was there."""
-    if getattr(param, "is_stack", False) or _is_part(param):
+    if getattr(param, "is_stack", False) or is_part(param):
         return False
     known = known_shard(param)
     return known is None or [held_shape(param)] == [each.whole_shape for each in known.originals]

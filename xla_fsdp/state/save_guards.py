@@ -28,7 +28,7 @@ from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.registry import known_group
 from xla_fsdp.fsdp.engine.shard_place import PLACES
-from xla_fsdp.fsdp.engine.shard_tensor import SavedShard, ShardView, is_sharded
+from xla_fsdp.fsdp.engine.shard_tensor import SavedShard, ShardView, is_part, is_sharded
 from xla_fsdp.xla import ops
 
 METADATA = "shard_metadata"
@@ -56,7 +56,7 @@ def install() -> None:
 def _guarded_save(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if _holds_shards(obj) and ops.world_size() > 1:
+        if holds_shards(obj) and ops.world_size() > 1:
             if isinstance(f, str | os.PathLike):
                 _refuse_shared_file(os.path.abspath(f))
             _warn("torch.save", obj)
@@ -70,7 +70,7 @@ def _warned(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if _holds_shards(obj) and ops.world_size() > 1:
+        if holds_shards(obj) and ops.world_size() > 1:
             _warn(name, obj)
         return original(obj, *args, **kwargs)
 
@@ -110,7 +110,7 @@ def _refuse_shared_file(path: str) -> None:
 
 
 def _refuse_master_save(obj: Any) -> None:
-    if _holds_shards(obj) and ops.world_size() > 1:
+    if holds_shards(obj) and ops.world_size() > 1:
         raise ValueError(
             "torch_xla's save was given shards. It writes those of the first rank only, as if "
             f"they were the model, and the others' shards are lost. {_INSTEAD}. For a "
@@ -118,17 +118,19 @@ def _refuse_master_save(obj: Any) -> None:
         )
 
 
-def _holds_shards(obj: Any, depth: int = 0) -> bool:
+def holds_shards(obj: Any, depth: int = 0) -> bool:
+    """Return whether ``obj`` is or holds what is of one rank's shards alone."""
     if isinstance(obj, nn.Module):
-        return any(map(is_sharded, obj.parameters()))
+        return any(map(is_part, obj.parameters()))
     if isinstance(obj, Optimizer):
-        return any(is_sharded(param) for group in obj.param_groups for param in group["params"])
+        return any(is_part(param) for group in obj.param_groups for param in group["params"])
     if isinstance(obj, Mapping) and PLACES in obj:
         return True
     if isinstance(obj, Mapping | list | tuple) and depth < DEPTH:
         inside = obj.values() if isinstance(obj, Mapping) else obj
-        return any(_holds_shards(each, depth + 1) for each in islice(inside, MOST))
-    return isinstance(obj, ShardView | SavedShard)
+        return any(holds_shards(each, depth + 1) for each in islice(inside, MOST))
+    is_shard = isinstance(obj, SavedShard | ShardView)
+    return is_shard and is_part(obj)
 
 
 def _is_of_shards(state: Any) -> bool:
@@ -165,7 +167,7 @@ def _why(module: nn.Module, state: Any) -> str:
         )
     if any(map(is_sharded, module.parameters())):
         return ""
-    if _is_of_shards(state) or _holds_shards(state):
+    if _is_of_shards(state) or holds_shards(state):
         found = "The state dict holds one rank's shards, and the model is not sharded"
     elif _has_fewer_rows(module, state):
         found = "Each is of another size in its first dim alone, or a vector, as one rank's shards"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,7 @@ from xla_fsdp.state.optim import (
     read_optimizer,
     write_optimizer,
 )
+from xla_fsdp.state.save_guards import holds_shards
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.host import exchange
 
@@ -132,6 +134,12 @@ class TrainState:
         """Return the reasons why this state cannot be saved, one line each."""
         problems = [] if self.optimizer is None else find_problems(self.optimizer, self.params)
         problems += find_bad_names(dict.fromkeys([*self._tensors(), *self._names()]))
+        if holds_shards(extra) and ops.world_size() > 1:
+            warnings.warn(
+                f"extra holds rank {ops.rank()}'s shards. Only as many ranks can load them, as on "
+                f"others each gets those of rank 0. Save whole tensors, as full_state_dict has",
+                stacklevel=4,
+            )
         try:
             self._values(extra)
         except CheckpointError as error:

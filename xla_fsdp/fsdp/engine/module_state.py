@@ -286,5 +286,6 @@ def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any
         put_stacked_shards(unit.group, state, prefix)
         shards = list(named_shards(module))
         mark_shards(local_metadata, shards)
-        for key in {prefix + name for shard in shards for name in shard.keys} & state.keys():
-            state[key] = in_state_dict(state[key])
+        for shard in shards:
+            for key in {prefix + name for name in shard.keys} & state.keys():
+                state[key] = in_state_dict(state[key], shard.param)

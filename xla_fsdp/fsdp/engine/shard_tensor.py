@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.mesh import Mesh
+from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.pytree import map_tensors, tensors_in
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout
 from xla_fsdp.fsdp.engine.packing import all_joined, cut_shard
@@ -73,6 +74,20 @@ def make_shard(
 def is_sharded(param: Tensor) -> bool:
     """Whether ``param`` is a shard made by this package (or by torch_xla's FSDP)."""
     return getattr(param, "_is_sharded", False)
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Whether ranks hold different parts of what ``tensor`` is: a parameter or a shard of it."""
+    if isinstance(tensor, SavedShard):
+        return True
+    is_shard = is_sharded(tensor) or isinstance(tensor, ShardView)
+    known = _param_behind(tensor) if is_shard else None
+    if known is not None and known.packing.layout.num_shards > 1:
+        return True
+    placements = (
+        [known_placement(tensor)] if known is None else [each.placement for each in known.originals]
+    )
+    return any(each is not None and each.parts > 1 for each in placements)
 
 
 def distribute_tensor(tensor: Tensor, device_mesh: Mesh, placements: Any) -> Tensor:
@@ -140,8 +155,6 @@ class ShardView:
         result = torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if name_of(func) == "squeeze" and isinstance(args[0], ShardView):
             return _squeezed(func, args, kwargs, result)
-        if name_of(func) in _COPIES and isinstance(args[0], ShardTensor):
-            return _copied(args[0], result)
         return _marked(result, tensors) if reads is Reads.VALUES else result
 
     @property
@@ -197,11 +210,11 @@ class ShardTensor(ShardView, Tensor):
 
 
 class SavedShard(Tensor):
-    """A shard in a state dict of the wrapper, or a copy on the host of one in any: a plain tensor,
-    but for what saves it.
+    """A shard in a state dict of the wrapper, or what was computed from shards and has their shape
+    (copies on the host, moving averages): a plain tensor, but for what saves it.
 
     Attributes:
-        stands_for: the tensor that it is a view of; copies have none.
+        stands_for: the tensor that it is a view of, in a state dict.
     """
 
     @classmethod
@@ -210,7 +223,7 @@ class SavedShard(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        return as_saved(result) if name_of(func) in _COPIES else result
+            return _as_saved(result, tensors_in((args, kwargs)), SavedShard)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(self), self.clone())
@@ -234,7 +247,8 @@ class ShardParameter(ShardView, nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle with the class and attributes, which ``nn.Parameter`` drops, and the rank."""
-        data, ranks = _as_tensor(self), (ops.rank(), ops.world_size())
+        ranks = (ops.rank(), ops.world_size()) if is_part(self) else (0, 1)
+        data = _as_tensor(self)
         return _restored_shard, (type(self), data, self.requires_grad, vars(self), ranks)
 
 
@@ -308,28 +322,23 @@ def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
     return placement.mesh, placement.dim
 
 
-_COPIES = frozenset({"cpu", "to", "clone", "detach", "contiguous"})
-
-
-def in_state_dict(shard: Any) -> Any:
-    """Return what a state dict has for a shard: a ``SavedShard`` for a plain tensor."""
-    if type(shard) is not Tensor:
-        return shard
-    view = as_saved(shard)
-    view.stands_for = shard
+def in_state_dict(value: Any, param: FSDPParam) -> Any:
+    """Return what a state dict has for a shard of ``param``: for a plain tensor a ``SavedShard``,
+    if other ranks have other parts."""
+    if type(value) is not Tensor or not is_part(param.slots.shard):
+        return value
+    view: Any = value.as_subclass(SavedShard)
+    view.stands_for = value
     return view
 
 
-def as_saved(copy: Any) -> Any:
-    """Return a plain tensor as ``SavedShard``, and anything else as it is."""
-    return copy.as_subclass(SavedShard) if type(copy) is Tensor else copy
-
-
-def _copied(shard: ShardTensor, copy: Any) -> Any:
-    """Return a copy of a shard as a shard: on the host it is only known as one."""
-    if type(copy) is not Tensor:
-        return copy
-    return as_saved(copy) if copy.device.type == "cpu" else _view_of(shard, copy)
+def _as_saved(result: Any, tensors: Iterable[Tensor], kind: type) -> Any:
+    """Return a plain tensor as ``SavedShard``, if it has the shape of one of ``tensors`` that is of
+    ``kind``."""
+    if type(result) is not Tensor or result.requires_grad:
+        return result
+    shapes = (each.shape for each in tensors if isinstance(each, kind))
+    return result.as_subclass(SavedShard) if result.shape in shapes else result
 
 
 def _as_tensor(shard: Any) -> Tensor:
@@ -409,17 +418,17 @@ def _marked(result: Any, tensors: Sequence[Tensor]) -> Any:
     """Return a result of shards outside of forwards, as shards where it has gradients."""
     first = next(each for each in tensors if isinstance(each, ShardView))
     param = _param_behind(first)
-    if param is None or not torch.is_grad_enabled():
+    if param is None:
         return result
     with torch._C.DisableTorchFunctionSubclass():
         if param.is_whole(first):
             return result
-        for each in tensors_in(result):
+        for each in tensors_in(result) if torch.is_grad_enabled() else ():
             if type(each) is Tensor and each.requires_grad and each.dim():
                 view: Any = each
                 view.__class__ = ShardTensor
                 view.stands_for = getattr(first, "stands_for", first)
-    return result
+        return _as_saved(result, tensors, ShardView) if is_part(first) else result
 
 
 def refuse_shards(tensors: Iterable[Tensor], use: str) -> None:

@@ -126,12 +126,6 @@ def shards_copied_to_the_host(rank: int, folder: str) -> None:
         torch.save({"epoch": 1, "states": [state]}, f"{folder}/copied.pth")
 
 
-def trainable_parameters_alone(rank: int, folder: str) -> None:
-    params = {name: param.detach().cpu() for name, param in sharded().named_parameters()}
-    if rank == 0:
-        torch.save(params, f"{folder}/trainable.pth")
-
-
 def moving_average(rank: int, folder: str) -> None:
     state = {name: 0.9 * value + 0.1 * value for name, value in sharded().state_dict().items()}
     if rank == 0:
@@ -277,7 +271,6 @@ MISTAKES: dict[Callable[..., None], tuple[str, ...]] = {
     saved_on_one_rank: ("inside `if rank == 0:` (save_checkpoint,",),
     shards_on_one_rank: ("rank 0's shards", "xla_fsdp.full_state_dict(model), which all ranks"),
     shards_copied_to_the_host: ("torch.save was given rank 0's shards", "save_checkpoint"),
-    trainable_parameters_alone: ("torch.save was given rank 0's shards", "save_checkpoint"),
     moving_average: ("torch.save was given rank 0's shards", "save_checkpoint"),
     shards_as_extra: ("extra holds rank", "Save whole tensors"),
     rows_copied_to_the_host: ("torch.save was given rank 0's shards", "save_checkpoint"),

@@ -210,8 +210,8 @@ class ShardTensor(ShardView, Tensor):
 
 
 class SavedShard(Tensor):
-    """A shard in a state dict of the wrapper, or what was computed from shards and has their shape
-    (copies on the host, moving averages): a plain tensor, but for what saves it.
+    """A shard in a state dict of the wrapper, or what was computed from values of state dicts and
+    has their shape (copies on the host, moving averages): a plain tensor, but for what saves it.
 
     Attributes:
         stands_for: the tensor that it is a view of, in a state dict.
@@ -226,7 +226,10 @@ class SavedShard(Tensor):
             return _as_saved(result, tensors_in((args, kwargs)), SavedShard)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return memo.setdefault(id(self), self.clone())
+        copied = self.detach().clone().requires_grad_(self.requires_grad)
+        if isinstance(self, nn.Parameter):  # made of a shard by the user
+            copied._is_param = True
+        return memo.setdefault(id(self), copied)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
@@ -428,7 +431,8 @@ def _marked(result: Any, tensors: Sequence[Tensor]) -> Any:
                 view: Any = each
                 view.__class__ = ShardTensor
                 view.stands_for = getattr(first, "stands_for", first)
-        return _as_saved(result, tensors, ShardView) if is_part(first) else result
+        # Not of leaves: code makes parameters of their ``data``, by whose class it goes on.
+        return _as_saved(result, tensors, ShardTensor) if is_part(first) else result
 
 
 def refuse_shards(tensors: Iterable[Tensor], use: str) -> None:

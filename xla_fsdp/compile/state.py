@@ -30,6 +30,7 @@ from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.xla.loop import Body
+from xla_fsdp.xla.lost import LostTensor
 
 PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 CHOICES = (types.FunctionType, types.BuiltinFunctionType, type, enum.Enum)
@@ -215,10 +216,16 @@ class State:
     # ------------------------------------------------------------ places of tensors
 
     def slots(self) -> dict[tuple[Any, ...], tuple[str, Slot]]:
-        """Return the places that hold a tensor of this device, with labels, by ``Slot.where``."""
+        """Return the places that hold a tensor of this device, with labels, by ``Slot.where``.
+
+        Raises:
+            RuntimeError: if one holds a tensor that has no value, as a scanned block has kept it.
+        """
         found: dict[tuple[Any, ...], tuple[str, Slot]] = {}
         for label, slot in self._places():
             value = slot.get()
+            if isinstance(value, LostTensor):
+                raise RuntimeError(f"{label} holds a tensor that was never computed: {value.why}")
             if isinstance(value, Tensor) and value.device == self.device:
                 found.setdefault(slot.where, (label, slot))
         return found

@@ -210,7 +210,8 @@ def _refuse_partial_stacks(optimizer: Optimizer) -> None:
                 name = "a stack" if known is None else f"the stack of {_names(known)}"
                 raise RuntimeError(
                     f"blocks {', '.join(map(str, missing))} have no gradient in {name}, and others "
-                    f"have: backward has not used them (layers that are dropped, or never called). "
+                    f"have: backward has not used them (layers that are dropped, detached, run "
+                    f"without gradients, or never called). "
                     f"A stack is stepped as one, so {type(optimizer).__name__} would decay and "
                     f"move these, too. Give each block parameters of its own: "
                     f'parallelize(..., "plain"), Recipe(stacked=False), or scan_layers without '

@@ -8,23 +8,28 @@ recomputes, too, and forwards that are recomputed already run twice.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.schedule import running_units
 from xla_fsdp.fsdp.engine.scopes import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.transitions import UnitState
 from xla_fsdp.nn.activation_checkpoint import in_region, is_checkpointed, regions_run_once
 from xla_fsdp.scan.block_inputs import Arguments
-from xla_fsdp.scan.block_scan import BlockScan, Options, Pass, Placeholder, module_of, run_alone
+from xla_fsdp.scan.block_scan import (
+    BlockScan,
+    Options,
+    Pass,
+    Placeholder,
+    module_of,
+    run_alone,
+)
 from xla_fsdp.scan.checks import find_problems, plan_of
 from xla_fsdp.scan.errors import NoLoopError
 from xla_fsdp.scan.plan import Plan
@@ -61,7 +66,6 @@ class AutomaticScan(BlockScan):
         self.why = ""
         self._is_off = False
         self._draws = False
-        self._around: _Surroundings = _Surroundings.now()  # of the calls of a pass
         # Of the tensors that the blocks of a pass are given, with the values that they had.
         self._versions: list[int] = []
         self._values: list[Tensor] = []
@@ -81,7 +85,7 @@ class AutomaticScan(BlockScan):
             return unit.run(forward, args, kwargs)
         before, why = self._pass, ""
         try:
-            self._check_surroundings()
+            self._check_versions()
             result = super().run(unit, forward, args, kwargs)
         except Exception as error:  # if it is the user's, it is raised again below
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -125,17 +129,13 @@ class AutomaticScan(BlockScan):
         yield from (each for reference in self._blocks if (each := reference()) is not None)
 
     def _begin(self, blocks: list[Any], given: Arguments) -> Pass:
-        self._around, self._values = _Surroundings.now(), []
+        self._values = []
         if problem := next(_problems_now(blocks), None):
             raise NoLoopError(problem)
         return super()._begin(blocks, given)
 
-    def _check_surroundings(self) -> None:
-        if self._pass is None:
-            return
-        if self._around != _Surroundings.now():
-            raise NoLoopError("modes of gradients or of autocast change between its blocks")
-        if self._versions != _versions_in(self._pass):
+    def _check_versions(self) -> None:
+        if self._pass is not None and self._versions != _versions_in(self._pass):
             raise NoLoopError("what its blocks are given is changed in place between them")
 
     def _trace(self, template: Template) -> BlockTrace:
@@ -182,7 +182,7 @@ class AutomaticScan(BlockScan):
             if _version(each) != version:
                 current.give(at, self._values[at])
         self._values = []
-        with self._around.restored():
+        with current.around.restored():
             current.run_called()
 
     def _compute(self, placeholder: Placeholder) -> None:
@@ -216,30 +216,6 @@ def scan_where_possible(blocks: Sequence[Any], fewest: int = 2) -> AutomaticScan
 def why_one_by_one(blocks: Sequence[Any]) -> str:
     """Return why units with an ``AutomaticScan`` run one by one; "" if they do not."""
     return blocks[0]._fsdp_module_state.forward_override.why or next(_problems_now(blocks), "")
-
-
-class _Surroundings(NamedTuple):
-    """What the code around a block's call decides about it."""
-
-    trains: bool
-    autocasts: bool
-    autocast_dtype: torch.dtype
-    others: Any
-
-    @classmethod
-    def now(cls) -> _Surroundings:
-        return cls(
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled("xla"),
-            torch.get_autocast_dtype("xla"),
-            (torch.is_inference_mode_enabled(), context_key()),
-        )
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        autocast = torch.autocast("xla", self.autocast_dtype, self.autocasts)
-        with torch.set_grad_enabled(self.trains), autocast:
-            yield
 
 
 def _given(current: Pass) -> list[Tensor]:

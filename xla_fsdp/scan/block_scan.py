@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,7 @@ class Placeholder(Tensor):
     length: int
     is_late: bool  # the loop has run, without returning this output
     late: Pass | None  # the pass of one that is late, if ``compute`` needs it
+    trains: bool  # whether gradients will flow back from the output
     compute: Callable[[Placeholder], None] | None
 
     @classmethod
@@ -90,14 +91,14 @@ class Placeholder(Tensor):
         # Without requires_grad: torch's module hooks would pass it through an autograd node.
         made = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
         made.block, made.length, made.is_late = block, length, False
-        made.late, made.compute = None, compute
+        made.late, made.compute, made.trains = None, compute, False
         return made
 
-    def become(self, output: Tensor) -> None:
-        """Turn this object into the output, an ordinary tensor."""
+    def become(self, output: Tensor, kind: type[Tensor] = Tensor) -> None:
+        """Turn this object into the output, a tensor of that ``kind``."""
         own = output.view(output.shape)  # a tensor of which nothing else holds the implementation
         vars(self).clear()
-        self.__class__ = Tensor  # type: ignore[assignment]
+        self.__class__ = kind  # type: ignore[assignment]
         torch._C._swap_tensor_impl(self, own)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -110,7 +111,9 @@ class Placeholder(Tensor):
         name = _name(func)
         used = _placeholders_in(args, kwargs)
         waits = [each for each in used if each.compute is not None]
-        if name in _METADATA and not (waits and name in _OF_GRAPH):
+        if name in _OF_GRAPH and not waits and name != "grad_fn.__get__":
+            return used[0].trains == (name == "requires_grad.__get__")
+        if name in _METADATA and not (name in _OF_GRAPH and (waits or used[0].trains)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for each in waits:
@@ -126,6 +129,24 @@ class Placeholder(Tensor):
     ) -> Any:
         # Too late for ``compute``: autograd has seen a tensor without a graph.
         raise _misused(_placeholders_in(args, kwargs)[0], str(func))
+
+
+class InnerOutput(Tensor):
+    """The output of a block that has run in a loop, with others after it: gradients of those do not
+    pass through this tensor, so what would see or change them raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if (name := _name(func)) in ("register_hook", "retain_grad"):
+            raise NoLoopError(
+                f"{name} was called with the output of a scanned block that is not the last one. "
+                f"The blocks after it have run in the same loop, so it would not see their "
+                f"gradients. Do not scan these blocks"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 _OF_GRAPH = frozenset({"requires_grad.__get__", "is_leaf.__get__", "grad_fn.__get__"})
@@ -218,6 +239,30 @@ class _BlockList:
         )
 
 
+class Surroundings(NamedTuple):
+    """What the code around a block's call decides about it."""
+
+    trains: bool
+    autocasts: bool
+    autocast_dtype: torch.dtype
+    others: Any
+
+    @classmethod
+    def now(cls) -> Surroundings:
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("xla"),
+            torch.get_autocast_dtype("xla"),
+            (torch.is_inference_mode_enabled(), context_key()),
+        )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        autocast = torch.autocast("xla", self.autocast_dtype, self.autocasts)
+        with torch.set_grad_enabled(self.trains), autocast:
+            yield
+
+
 @dataclass
 class Pass:
     """A forward in which some, but not yet all, blocks have been called.
@@ -232,6 +277,7 @@ class Pass:
     calls: list[_Call] = field(default_factory=list)
     outputs: list[weakref.ref[Placeholder]] = field(default_factory=list)
     last: Placeholder | None = None  # output of the block that was called last
+    around: Surroundings = field(default_factory=Surroundings.now)  # of its calls
 
     @property
     def next_unit(self) -> FSDPState:
@@ -263,6 +309,13 @@ class Pass:
             x = run_alone(self, number, x)
             if (found := output()) is not None:
                 found.become(x)
+                x = found  # so that its hooks see the gradients of the blocks that follow
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients flow back from the blocks' outputs."""
+        inputs = any(each.requires_grad for each in self.given.tensors)
+        return self.around.trains and (inputs or any(map(any, self.blocks.trained)))
 
     @property
     def key(self) -> Any:
@@ -358,6 +411,7 @@ class BlockScan:
         else:
             like, dtype = current.cast[0], _output_dtype(current)
             result = Placeholder.after(number, len(blocks), like, dtype, self._compute)
+            result.trains = current.trains
             current.outputs.append(weakref.ref(result))
             current.last, self._pass = result, current
         output = call.returned.put_together(result, given.tensors)
@@ -439,8 +493,8 @@ class BlockScan:
         outputs: dict[int, Tensor] = {}
         for number in range(plan.first):
             outputs[number] = x = run_alone(current, number, x)
-        x, inner = self._run_loop(current, found, x, collects=collects)
-        outputs.update(inner)
+        x, in_loop = self._run_loop(current, found, x, collects=collects)
+        outputs.update(in_loop)
         outputs[plan.stop - 1] = x
         for number in range(plan.stop, plan.length):
             outputs[number] = x = run_alone(current, number, x)
@@ -448,7 +502,8 @@ class BlockScan:
             current.last.is_late = not collects
         for number in kept if collects else []:
             if (output := current.outputs[number]()) is not None:
-                output.become(outputs[number])
+                inner = plan.first <= number < plan.stop - 1 and outputs[number].requires_grad
+                output.become(outputs[number], InnerOutput if inner else Tensor)
         return x
 
     def _collects(self, kept: Sequence[int], length: int) -> bool:
@@ -671,6 +726,12 @@ def _continued(current: Pass | None, number: int, given: Arguments) -> Pass:
             f"block {number} was called with {what} in the place of the output of block "
             f"{number - 1}. Scanned blocks run as one loop: a forward hands each one's output to "
             f"the next, and does nothing else between them"
+        )
+    if current.around != Surroundings.now():
+        raise NoLoopError(
+            f"modes of gradients or of autocast change before block {number} of the scanned blocks "
+            f"(torch.no_grad around some of them). They run as one loop, in one mode: call all in "
+            f"the same, or do not scan these"
         )
     if early := [each for each in others if isinstance(each, Placeholder)]:
         raise NoLoopError(

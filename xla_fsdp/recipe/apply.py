@@ -320,7 +320,8 @@ def _problems(
     if isinstance(optimizer, Optimizer) and optimizer.state:
         yield (
             f"{type(optimizer).__name__} has made steps before; parallelize first, then load its "
-            f"state by load_optim_state_dict, or a checkpoint"
+            f"state by load_optim_state_dict, or a checkpoint. For one that makes its state at "
+            f"once, as Adagrad: parallelize(model, torch.optim.Adagrad), or a partial with options"
         )
     if isinstance(optimizer, Optimizer) and (why := _why_no_steps(optimizer)):
         yield why

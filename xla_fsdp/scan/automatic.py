@@ -190,7 +190,8 @@ class AutomaticScan(BlockScan):
         current = placeholder.late if placeholder.is_late else self._pass
         if current is None or (placeholder.is_late and self._draws):
             return  # the placeholder raises
-        if not torch._C._is_fwd_grad_enabled():
+        # Off in the forward of an autograd.Function, and in inference mode, which has no graph.
+        if not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled():
             raise NoLoopError(
                 f"an autograd.Function was called with the output of block {placeholder.block} "
                 f"before the last block was called, and would not see how it was computed. {ADVICE}"

@@ -120,14 +120,17 @@ def shards_saved_by_the_serializer(rank: int, folder: str) -> None:
     xser.save(sharded().state_dict(), f"{folder}/model.xser", master_only=True)
 
 
-def shards_copied_to_the_host(rank: int, folder: str) -> None:
-    state = {name: value.cpu() for name, value in sharded().state_dict().items()}
+def shards_deep_inside(rank: int, folder: str) -> None:
+    state = sharded().state_dict()
     if rank == 0:
-        torch.save({"epoch": 1, "states": [state]}, f"{folder}/copied.pth")
+        torch.save({"epoch": 1, "states": [state]}, f"{folder}/deep.pth")
 
 
 def moving_average(rank: int, folder: str) -> None:
-    state = {name: 0.9 * value + 0.1 * value for name, value in sharded().state_dict().items()}
+    from xla_fsdp import fully_shard
+
+    model: Any = fully_shard(build())
+    state = {name: 0.9 * value + 0.1 * value for name, value in model.state_dict().items()}
     if rank == 0:
         torch.save({name: value.half() for name, value in state.items()}, f"{folder}/ema.pth")
 
@@ -136,7 +139,7 @@ def shards_as_extra(rank: int, folder: str) -> None:
     from xla_fsdp import save_checkpoint
 
     model = sharded()
-    save_checkpoint(f"{folder}/extra", model, step=1, extra={"ema": model.state_dict()["0.weight"]})
+    save_checkpoint(f"{folder}/extra", model, step=1, extra={"ema": model.state_dict()})
 
 
 def rows_copied_to_the_host(rank: int, folder: str) -> None:
@@ -270,7 +273,7 @@ MISTAKES: dict[Callable[..., None], tuple[str, ...]] = {
     unknown: ("XlaFullyShardedDataParallel has no option zero; there are auto_wrap_policy,",),
     saved_on_one_rank: ("inside `if rank == 0:` (save_checkpoint,",),
     shards_on_one_rank: ("rank 0's shards", "xla_fsdp.full_state_dict(model), which all ranks"),
-    shards_copied_to_the_host: ("torch.save was given rank 0's shards", "save_checkpoint"),
+    shards_deep_inside: ("torch.save was given rank 0's shards", "save_checkpoint"),
     moving_average: ("torch.save was given rank 0's shards", "save_checkpoint"),
     shards_as_extra: ("extra holds rank", "Save whole tensors"),
     rows_copied_to_the_host: ("torch.save was given rank 0's shards", "save_checkpoint"),

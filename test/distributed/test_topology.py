@@ -108,6 +108,7 @@ def test_a_box_inside_the_torus_has_its_own_axes() -> None:
     [
         ([[0, 1, 2, 5]], torus(3, 2)),  # no box
         ([[0, 2, 3, 1]], torus(2, 2)),  # numbered around
+        ([[3, 2, 1, 0]], torus(4)),  # backwards
         ([[0, 1, 2, 3], [4, 6, 8, 10]], torus(4, 3)),  # one is no box
         ([[0, 1, 2, 3, 4, 5], [6, 8, 10, 7, 9, 11]], torus(2, 6)),  # boxes of different shapes
         ([[0, 1, 2, 3]], torus(2)),  # ranks without a place

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from test.common.readers import Reader, rows
 from test.common.recipes import LENGTH, VOCABULARY, Transformer, language_model
 from test.common.scenarios import Scenarios, make
-from test.recipe.test_read_units import Reader, rows
 
 scenarios = Scenarios(__name__)
 

@@ -56,7 +56,7 @@ def _box(group: Sequence[int], coords: Coords) -> tuple[int, ...]:
     while len(counted) < len(found):
         ahead = found[:: len(counted)]
         axes = np.flatnonzero(ahead[1])
-        if len(axes) != 1:
+        if len(axes) != 1 or ahead[1, axes[0]] < 0:
             return ()
         along, others = ahead[:, axes[0]], np.delete(ahead, axes[0], axis=1)
         ends = np.flatnonzero((np.diff(along) <= 0) | others[1:].any(axis=1))

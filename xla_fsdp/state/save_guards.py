@@ -1,8 +1,8 @@
 """Refuse, or warn of, saves and loads that take one rank's shards for a whole model.
 
-``guards.install`` calls ``install`` once for a process. What is saved is searched for shards: the
-tensors of a model's state dict, copies of them on the host, models and optimizers as objects, and
-state dicts of optimizers, by their mark. Loads know shards by the marks that files keep.
+``guards.install`` calls ``install`` once for a process. What is saved is searched for shards: state
+dicts of models and optimizers, by their marks, which files keep; values of ``fully_shard``'s, and
+copies of them; models and optimizers as objects.
 """
 
 from __future__ import annotations
@@ -124,13 +124,20 @@ def holds_shards(obj: Any, depth: int = 0) -> bool:
         return any(map(is_part, obj.parameters()))
     if isinstance(obj, Optimizer):
         return any(is_part(param) for group in obj.param_groups for param in group["params"])
-    if isinstance(obj, Mapping) and PLACES in obj:
+    if isinstance(obj, Mapping) and (PLACES in obj or _places_in_metadata(obj)):
         return True
     if isinstance(obj, Mapping | list | tuple) and depth < DEPTH:
         inside = obj.values() if isinstance(obj, Mapping) else obj
         return any(holds_shards(each, depth + 1) for each in islice(inside, MOST))
     is_shard = isinstance(obj, SavedShard | ShardView)
     return is_shard and is_part(obj)
+
+
+def _places_in_metadata(state: Any) -> bool:
+    metadata = getattr(state, "_metadata", None)
+    return isinstance(metadata, Mapping) and any(
+        isinstance(each, Mapping) and each.get(PLACES) for each in metadata.values()
+    )
 
 
 def _is_of_shards(state: Any) -> bool:

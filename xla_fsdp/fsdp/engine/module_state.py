@@ -25,7 +25,6 @@ from xla_fsdp.fsdp.engine.deferred import take_memory
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.named_params import NamedShard
 from xla_fsdp.fsdp.engine.param_guards import package_code
-from xla_fsdp.fsdp.engine.shard_tensor import in_state_dict
 from xla_fsdp.fsdp.engine.slots import drop_names
 from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
 from xla_fsdp.fsdp.engine.state import FSDPState
@@ -284,8 +283,4 @@ def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any
     drop_names(state, prefix)
     if unit.state is UnitState.SHARDED:
         put_stacked_shards(unit.group, state, prefix)
-        shards = list(named_shards(module))
-        mark_shards(local_metadata, shards)
-        for shard in shards:
-            for key in {prefix + name for name in shard.keys} & state.keys():
-                state[key] = in_state_dict(state[key], shard.param)
+        mark_shards(local_metadata, named_shards(module))

@@ -210,11 +210,10 @@ class ShardTensor(ShardView, Tensor):
 
 
 class SavedShard(Tensor):
-    """A shard in a state dict of the wrapper, or what was computed from values of state dicts and
-    has their shape (copies on the host, moving averages): a plain tensor, but for what saves it.
+    """What was computed from a ``ShardTensor`` and has its shape, as copies on the host: a plain
+    tensor, but for what saves it.
 
-    Attributes:
-        stands_for: the tensor that it is a view of, in a state dict.
+    Values of the wrapper's state dicts are none: torch_xla's ``save`` takes no subclass of tensors.
     """
 
     @classmethod
@@ -278,9 +277,8 @@ def _view_shards(
 
 
 def _shard_of(module: nn.Module, name: str, value: Any) -> Tensor | None:
-    found = getattr(value, "stands_for", value)
-    if isinstance(found, Tensor) and known_shard(found) is not None:  # a slice of a stack
-        return found
+    if isinstance(value, Tensor) and known_shard(value) is not None:  # a slice of a stack
+        return value
     owner, _, attribute = name.rpartition(".")
     try:
         found = module.get_submodule(owner)._parameters.get(attribute)
@@ -323,16 +321,6 @@ def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
     if placement is None or placement.dim is None:
         return None
     return placement.mesh, placement.dim
-
-
-def in_state_dict(value: Any, param: FSDPParam) -> Any:
-    """Return what a state dict has for a shard of ``param``: for a plain tensor a ``SavedShard``,
-    if other ranks have other parts."""
-    if type(value) is not Tensor or not is_part(param.slots.shard):
-        return value
-    view: Any = value.as_subclass(SavedShard)
-    view.stands_for = value
-    return view
 
 
 def _as_saved(result: Any, tensors: Iterable[Tensor], kind: type) -> Any:

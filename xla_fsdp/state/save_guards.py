@@ -124,7 +124,7 @@ def holds_shards(obj: Any, depth: int = 0) -> bool:
         return any(map(is_part, obj.parameters()))
     if isinstance(obj, Optimizer):
         return any(is_part(param) for group in obj.param_groups for param in group["params"])
-    if isinstance(obj, Mapping) and (PLACES in obj or _places_in_metadata(obj)):
+    if isinstance(obj, Mapping) and (PLACES in obj or any(_marks(obj, PLACES))):
         return True
     if isinstance(obj, Mapping | list | tuple) and depth < DEPTH:
         inside = obj.values() if isinstance(obj, Mapping) else obj
@@ -133,19 +133,11 @@ def holds_shards(obj: Any, depth: int = 0) -> bool:
     return is_shard and is_part(obj)
 
 
-def _places_in_metadata(state: Any) -> bool:
+def _marks(state: Any, key: str) -> list[Any]:
+    """Return what the metadata of a model's state dict has under ``key`` for each module."""
     metadata = getattr(state, "_metadata", None)
-    return isinstance(metadata, Mapping) and any(
-        isinstance(each, Mapping) and each.get(PLACES) for each in metadata.values()
-    )
-
-
-def _is_of_shards(state: Any) -> bool:
-    metadata = getattr(state, "_metadata", None)
-    return isinstance(metadata, Mapping) and any(
-        isinstance(each, Mapping) and each.get(MARK) == Form.SHARDS.value
-        for each in metadata.values()
-    )
+    modules = metadata.values() if isinstance(metadata, Mapping) else ()
+    return [each.get(key) for each in modules if isinstance(each, Mapping)]
 
 
 def _explained(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +166,7 @@ def _why(module: nn.Module, state: Any) -> str:
         )
     if any(map(is_sharded, module.parameters())):
         return ""
-    if _is_of_shards(state) or holds_shards(state):
+    if Form.SHARDS.value in _marks(state, MARK) or holds_shards(state):
         found = "The state dict holds one rank's shards, and the model is not sharded"
     elif _has_fewer_rows(module, state):
         found = "Each is of another size in its first dim alone, or a vector, as one rank's shards"

@@ -221,7 +221,9 @@ class _Load:
         return [self.prefix + name for name in shard.names_of(original)]
 
     def _shard_keys(self, shard: NamedShard) -> list[str]:
-        return [self.prefix + name for name in shard.keys]
+        if shard.param.is_flat:
+            return [self.prefix + shard.key]
+        return self._keys(shard, shard.param.originals[0])
 
     def _evidence(self) -> tuple[list[str], list[str], list[str]]:
         """Return the names of tensors that can only be full, that can only be shards, and that can

@@ -39,11 +39,6 @@ class NamedShard:
         return [self.names_of(original)[0] for original in self.param.originals]
 
     @property
-    def keys(self) -> list[str]:
-        """Every name of the shard in a sharded state dict."""
-        return [self.key] if self.param.is_flat else self.names_of(self.param.originals[0])
-
-    @property
     def rank(self) -> int:
         """Rank of this process among those that share the parameter."""
         return self.group.collectives_of(self.param).rank

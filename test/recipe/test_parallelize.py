@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from test.common.recipes import (
     optimizer_of,
 )
 from test.common.scenarios import Scenarios, make, message, one_step
+from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
 from xla_fsdp.recipe.causal_lm import why_not_streamed
 
 scenarios = Scenarios(__name__)
@@ -328,6 +330,14 @@ def test_what_cannot_be_is_refused(name: str) -> None:
 
 
 # ---------------------------------------------------------------- caches of transformers
+
+
+def test_models_are_known_while_another_rank_imports_transformers(monkeypatch: Any) -> None:
+    model = make(MODELS["llama_untied"])
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    assert models_of_transformers(nn.Sequential(nn.Linear(2, 2))) == []
+    assert models_of_transformers(nn.Sequential(model)) == [model, model.model]
+
 
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2]]).expand(2, 6)
 """Positions of two texts in each row."""

@@ -12,10 +12,13 @@ from xla_fsdp.fsdp.engine.module_state import is_wrapper
 
 def models_of_transformers(model: nn.Module) -> list[Any]:
     """Return the models of transformers that ``model`` is or contains."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return []
-    return [each for each in model.modules() if isinstance(each, transformers.PreTrainedModel)]
+    # By name, as another rank, a thread of this process, may be about to import transformers.
+    base = ("transformers.modeling_utils", "PreTrainedModel")
+    return [
+        each
+        for each in model.modules()
+        if any((of.__module__, of.__qualname__) == base for of in type(each).__mro__)
+    ]
 
 
 def install_captures(model: nn.Module) -> None:
@@ -24,10 +27,10 @@ def install_captures(model: nn.Module) -> None:
     They look for layers by class when they are first asked for them, and would find units in their
     places, whose children are those of the layers.
     """
+    models = models_of_transformers(model)
     # Versions that have it load it with any model.
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
-    models = [] if capturing is None else models_of_transformers(model)
-    if not models:
+    if not models or capturing is None:
         return
     units: list[tuple[dict[str, Any], str, Any]] = [
         (parent._modules, name, child)

@@ -32,7 +32,13 @@ from torch.autograd import Variable
 from xla_fsdp.distributed.context_parallel import current_context, in_context
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.distributed.higher_order import explain_hooks, in_transform
-from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device, present, through, version_of
+from xla_fsdp.fsdp.engine.autograd import (
+    before_backward,
+    on_device,
+    present,
+    through,
+    version_of,
+)
 from xla_fsdp.fsdp.engine.inputs import Inputs
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
 from xla_fsdp.fsdp.engine.schedule import running_units
@@ -456,10 +462,9 @@ class Region:
             pairs = enumerate(zip(before, inputs.sources, strict=True))
             self._save_inputs([old if at in kept else now for at, (old, now) in pairs])
         self._environment.forget_unchanged()
-        # The node gets this list, not the region, which would live as long as the outputs.
-        return outputs.replaced(
-            through(partial(_NoteGrads.apply, self._output_grads), outputs.tensors)
-        )
+        # The step gets this list, not the region, which would live as long as the outputs.
+        step = partial(_note, self._output_grads)
+        return outputs.replaced(through(partial(before_backward, step, None), outputs.tensors))
 
     def _save_inputs(self, tensors: Sequence[Tensor]) -> None:
         # By a node outside of the region's hooks, so that an outer checkpoint may drop them.
@@ -559,19 +564,8 @@ class _SaveInputs(torch.autograd.Function):
         raise AssertionError("nothing depends on the output of this node")
 
 
-class _NoteGrads(torch.autograd.Function):
-    """Identity of a region's outputs; backward stores their gradients in ``noted``, for the barrier
-    of the recomputation."""
-
-    @staticmethod
-    def forward(ctx: Any, noted: list[Tensor], *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.noted = noted
-        fresh = tuple(output.clone() for output in outputs)
-        mark_constants(ctx, fresh, ctx.needs_input_grad[1:])
-        return fresh
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.noted[:] = [grad.detach() for grad in present(grads)]
-        Variable._execution_engine.queue_callback(ctx.noted.clear)
-        return (None, *grads)
+def _note(noted: list[Tensor], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Store gradients of a region's outputs in ``noted``, for the barrier of the recomputation."""
+    noted[:] = [grad.detach() for grad in present(grads)]
+    Variable._execution_engine.queue_callback(noted.clear)
+    return grads

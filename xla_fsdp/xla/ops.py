@@ -391,6 +391,13 @@ def free_keeping_aliases(tensor: Tensor, dummy: Tensor) -> None:
             release(tensor, dummy)
 
 
+def set_value(tensor: Tensor, value: Tensor) -> None:
+    """Let ``tensor``, which has a graph, have this value, of its shape and dtype. What autograd has
+    saved of it, and others that share its memory, keep theirs."""
+    with torch._C.DisableTorchFunction():
+        tensor.data = value
+
+
 def tensor_objects() -> list[Tensor]:
     """Return all tensors of the process that have a Python object."""
     with no_collection():

@@ -1,11 +1,11 @@
 """The autograd nodes that one forward call of an FSDP unit adds to the graph, and what it saves.
 
-    inputs ── PostBackward ── module's forward ── PreBackward ── outputs
+    inputs ── PostBackward ── module's forward ── (a hook) outputs
     shards ── Unshard ── (EarlyReduce, of a root) ──┘
 
-Backward runs them in reverse: ``PreBackward`` gathers the parameters again, ``Unshard``
-reduce-scatters their gradients, ``PostBackward`` returns the gradients of the inputs. The caller
-computes the tensors that a node returns in forward, and passes them to it.
+Backward runs them in reverse: a hook on the nodes of the outputs gathers the parameters again,
+``Unshard`` reduce-scatters their gradients, ``PostBackward`` returns the gradients of the inputs.
+The caller computes the tensors that a node returns in forward, and passes them to it.
 
 Invariants: autograd decides when a unit's gradients are complete, and accumulates the gradients of
 the shards. Only tensors on an XLA device go through a node; others need no ordering. What a node
@@ -197,28 +197,100 @@ def reduce_early(call: ForwardCall, number: int, unsharded: Tensor) -> Tensor:
     return cast(Tensor, result)
 
 
-class PreBackward(torch.autograd.Function):
-    """Identity of the outputs; backward gathers the parameters again.
+def gather_again(
+    call: ForwardCall, saved: list[Tensor], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gather the parameters of a unit before backward goes on with gradients of its outputs.
 
-    ``ready`` are the outputs behind a barrier. The first ``num_saved`` tensors are saved for
-    backward: unsharded parameters or larger shards. ``save_for_backward`` frees them when the
-    backward ends; as attributes they would live as long as the user holds the loss.
+    Args:
+        call: the forward call.
+        saved: for backward: unsharded parameters, larger shards, or none. Emptied unless the graph
+            is kept, as it would live as long as the user holds the loss.
+        grads: of outputs.
     """
+    held = list(saved)
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        saved.clear()
+    return linear(partial(call.unit.pre_backward, call, held), grads, list, list)
 
-    @staticmethod
-    def forward(
-        ctx: Any, call: ForwardCall, ready: list[Tensor], num_saved: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.call, ctx.num_saved = call, num_saved
-        ctx.save_for_backward(*tensors[:num_saved])
-        mark_constants(ctx, ready, ctx.needs_input_grad[3 + num_saved :])
-        return tuple(ready)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        prepare = partial(ctx.call.unit.pre_backward, ctx.call, ctx.saved_tensors)
-        result = linear(prepare, grads, list, list)
-        return (None, None, None, *[None] * ctx.num_saved, *result)
+# ---------------------------------------------------------------- outputs
+
+GradStep = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+"""What happens to gradients before backward goes on with them."""
+
+
+def before_backward(
+    step: GradStep, values: Sequence[Tensor] | None, *outputs: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the outputs of a forward. In each backward pass ``step`` is called once, before the
+    first of the nodes that have made them.
+
+    Outputs stay the tensors that the forward has made, as some may be computed from others: what
+    reads the gradient of one (a hook, ``retain_grad``) sees what comes through the others, too.
+
+    Args:
+        step: takes and returns the gradients of what the node has made.
+        values: what each output shall be, of its shape and dtype, without a graph; None for its
+            own.
+        outputs: on the device.
+    """
+    once, results = _OncePerPass(step), []
+    for output, value in zip(outputs, values or outputs, strict=True):
+        if not output.requires_grad:
+            results.append(value)
+            continue
+        if _is_param(output):
+            output = output.clone()
+        if values is not None:
+            ops.set_value(output, value)
+        once.add_to(output.grad_fn)
+        results.append(output)
+    return tuple(results)
+
+
+def _is_param(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a leaf, an unsharded parameter, or a view of one."""
+    source = tensor if tensor._base is None else tensor._base
+    return source.is_leaf or isinstance(source.grad_fn, _PARAM_NODES)
+
+
+_PARAM_NODES = (Unshard._backward_cls, EarlyReduce._backward_cls)
+
+
+class _OncePerPass:
+    """Calls ``step`` once in each backward pass, before the first of some nodes."""
+
+    def __init__(self, step: GradStep) -> None:
+        self._step = step
+        self._begun_in = -1
+
+    def add_to(self, node: Any) -> None:
+        """Call before ``node``, and before the steps of what is inside and has the same output."""
+        if _STEPS not in node.metadata:
+            node.metadata[_STEPS] = []
+            node.register_prehook(partial(_run_steps, node.metadata[_STEPS]))
+        if self not in node.metadata[_STEPS]:
+            node.metadata[_STEPS].insert(0, self)
+
+    def run(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the gradients that the node takes."""
+        number = torch._C._current_graph_task_id()
+        if number == self._begun_in:
+            return grads
+        self._begun_in = number
+        return self._step(grads)
+
+
+_STEPS = "xla_fsdp.before_backward"
+
+
+def _run_steps(
+    steps: list[_OncePerPass], grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    for each in steps:
+        grads = tuple(each.run(grads))
+    return grads
 
 
 # ---------------------------------------------------------------- saved tensors

@@ -34,9 +34,10 @@ from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.fsdp.engine.autograd import (
     ForwardCall,
     PostBackward,
-    PreBackward,
     SavedParams,
+    before_backward,
     connect,
+    gather_again,
     on_device,
     reduce_early,
     through,
@@ -581,15 +582,15 @@ class FSDPState:
         return gathered.params, gathered.post_forward_shards
 
     def _tie_outputs(self, call: ForwardCall, outputs: Outputs, for_backward: list[Tensor]) -> Any:
-        """Return the result with the outputs in the output dtype, those on the device as outputs of
-        a ``PreBackward`` node, which saves ``for_backward``."""
+        """Return the result with the outputs in the output dtype, each on the device available only
+        once all are. Backward begins at them, with ``for_backward``."""
         refuse_shards(outputs.tensors, "returning it")
         lazy = [tensor for tensor in outputs.tensors if on_device(tensor)]
         with torch.no_grad():
             tie = self.config.optimization_barrier_in_forward
             ready = ops.barrier(lazy) if tie else [tensor.clone() for tensor in lazy]
-        node = partial(PreBackward.apply, call, ready, len(for_backward), *for_backward)
-        found = through(node, outputs.tensors)
+        step = partial(gather_again, call, list(for_backward))
+        found = through(partial(before_backward, step, ready), outputs.tensors)
         return outputs.replaced(found, self.cast_output)
 
     @in_phase("recompute")
@@ -665,8 +666,8 @@ class FSDPState:
         return ready
 
     def unsharded_for_saved(self, call: ForwardCall) -> Sequence[Tensor]:
-        """Return the unsharded parameters in backward. Gathers them if no ``PreBackward`` node has
-        run yet: backward may begin at a tensor inside the module, such as a loss stored on it.
+        """Return the unsharded parameters in backward. Gathers them if ``pre_backward`` has not run
+        yet: backward may begin at a tensor inside the module, such as a loss stored on it.
 
         Raises:
             RuntimeError: if shards were changed since the forward ``call``.

@@ -45,10 +45,13 @@ class Blocks(nn.Module):
                 assert x.grad_fn is not None
         if self.way == "hooked later":
             kept[3].register_hook(damped)
+        if self.way == "differentiated":
+            (grad,) = torch.autograd.grad(x.sum(), kept[3], retain_graph=True)
+            x = x * (1 + grad.abs().mean())
         return self.head(x)
 
 
-WAYS = ("no gradients", "asked", "asserted", "hooked later")
+WAYS = ("no gradients", "asked", "asserted", "hooked later", "differentiated")
 
 
 def batch(rank: int, step: int) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.autograd import on_device
@@ -139,7 +140,10 @@ class InnerOutput(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if (name := _name(func)) in ("register_hook", "retain_grad"):
+        name = _name(func)
+        with_respect_to = args[1] if func is torch.autograd.grad else ()
+        asked = any(isinstance(each, InnerOutput) for each in pytree.tree_leaves(with_respect_to))
+        if asked or name in ("register_hook", "retain_grad"):
             raise NoLoopError(
                 f"{name} was called with the output of a scanned block that is not the last one. "
                 f"The blocks after it have run in the same loop, so it would not see their "
@@ -154,7 +158,7 @@ _OF_GRAPH = frozenset({"requires_grad.__get__", "is_leaf.__get__", "grad_fn.__ge
 
 
 def _placeholders_in(args: Any, kwargs: Any) -> list[Any]:
-    flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
+    flat, _ = pytree.tree_flatten((args, kwargs))
     return [each for each in flat if isinstance(each, Placeholder)]
 
 

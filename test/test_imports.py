@@ -105,9 +105,9 @@ PUBLIC = {
         merge_files open_shard plan_reshard read_shards
     """,
     "xla_fsdp.optim": """
-        DistributedOptimizer HierarchicalModelAverager HighPrecisionOptimizer ModelAverager
-        PeriodicModelAverager PostLocalSGDOptimizer StepInBackward WholeParameterOptimizer
-        ZeroRedundancyOptimizer masters_of step_in_backward
+        HierarchicalModelAverager HighPrecisionOptimizer ModelAverager PeriodicModelAverager
+        PostLocalSGDOptimizer StepInBackward WholeParameterOptimizer ZeroRedundancyOptimizer
+        masters_of step_in_backward
     """,
     "xla_fsdp.tensor_parallel": """
         ColwiseParallel ParallelStyle Partial PrepareModuleInput PrepareModuleInputOutput

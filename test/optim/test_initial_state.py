@@ -160,12 +160,13 @@ def rounded() -> tuple[Step, Any]:
     return lambda x: step(x.bfloat16()).float(), optimizer
 
 
-def parts() -> tuple[Step, Any]:
-    from xla_fsdp.optim import DistributedOptimizer
+def averaged() -> tuple[Step, Any]:
+    from xla_fsdp.optim import PeriodicModelAverager, PostLocalSGDOptimizer
 
-    model = nested(make(Blocks))
-    optimizer = DistributedOptimizer(torch.optim.RMSprop, [model], lr=1e-2, momentum=0.5)
-    return one_step(model, optimizer), optimizer
+    model = make(Blocks).to("xla")
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2, momentum=0.5)
+    averager = PeriodicModelAverager(period=4, warmup_steps=100)
+    return one_step(model, PostLocalSGDOptimizer(optimizer, averager)), optimizer
 
 
 CASES: dict[str, Callable[[], tuple[Step, Any]]] = {
@@ -181,7 +182,7 @@ CASES: dict[str, Callable[[], tuple[Step, Any]]] = {
     "zero": zero,
     "tensor parallel": tensor_parallel,
     "rounded": rounded,
-    "parts": parts,
+    "averaged": averaged,
 }
 
 

@@ -350,16 +350,13 @@ def test_high_precision_in_backward() -> None:
 def several_models(rank: int) -> dict[str, Any]:
     import torch_xla
 
-    from xla_fsdp.optim import DistributedOptimizer
-
     found = {}
     x = batch(0, rank).to(torch_xla.device())
     for joint in (False, True):
         encoder, decoder = fsdp(make(lambda: nn.Linear(FEATURES, 9))), make(lambda: nn.Linear(9, 2))
         decoder = decoder.to(torch_xla.device())
         if joint:
-            parts = {"encoder": encoder, "decoder": decoder, "elsewhere": None}
-            optimizers = [DistributedOptimizer(torch.optim.AdamW, parts, lr=0.01)]
+            optimizers = [ADAMW([*encoder.parameters(), *decoder.parameters()])]
         else:
             optimizers = [ADAMW(encoder.parameters()), ADAMW(decoder.parameters())]
         for _ in range(STEPS):

@@ -1,4 +1,3 @@
-from .distributed_optimizer import DistributedOptimizer as DistributedOptimizer
 from .high_precision import HighPrecisionOptimizer as HighPrecisionOptimizer
 from .high_precision import masters_of as masters_of
 from .in_backward import StepInBackward as StepInBackward

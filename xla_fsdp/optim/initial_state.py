@@ -57,9 +57,9 @@ def make_state(optimizer: Optimizer) -> None:
     if own is not None:  # whose parameters have values in a step only
         own()
         return
-    inner = getattr(optimizer, "delegates", None)
-    for each in [optimizer] if inner is None else inner:
-        _fill(each, [p for p in _missing(each) if p.requires_grad])
+    local = getattr(optimizer, "optim", None)  # of PostLocalSGDOptimizer
+    local = local if isinstance(local, Optimizer) else optimizer
+    _fill(local, [p for p in _missing(local) if p.requires_grad])
 
 
 def make_state_of(optimizer: Optimizer, params: Iterable[Tensor]) -> None:

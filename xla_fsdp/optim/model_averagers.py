@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
-from xla_fsdp.optim.distributed_optimizer import DelegatingOptimizer
 from xla_fsdp.optim.high_precision import masters_of
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
 from xla_fsdp.xla import ops
@@ -176,7 +175,12 @@ class HierarchicalModelAverager(ModelAverager):
         return self.period_groups[max(due)] if due else None
 
 
-class PostLocalSGDOptimizer(DelegatingOptimizer):
+def _of_local(name: str) -> Any:
+    """A method that calls that of the local optimizer."""
+    return lambda self, *args, **kwargs: getattr(self.optim, name)(*args, **kwargs)
+
+
+class PostLocalSGDOptimizer(Optimizer):
     """Step by ``optim``, then let ``averager`` average (post-local SGD, arxiv.org/abs/1808.07217).
 
     During the averager's warm-up, average gradients before each step, by
@@ -198,11 +202,6 @@ class PostLocalSGDOptimizer(DelegatingOptimizer):
         return f"PostLocalSGDOptimizer({self.optim!r}, {type(self.averager).__name__})"
 
     @property
-    def delegates(self) -> list[Optimizer]:
-        """The local optimizer, whose post-step hooks run before the average."""
-        return [self.optim]
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The groups of the local optimizer."""
         return self.optim.param_groups
@@ -219,8 +218,15 @@ class PostLocalSGDOptimizer(DelegatingOptimizer):
         self.param_groups[0][AVERAGER_STEP] = self.averager.step
         return result
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optim.add_param_group(param_group)
+    zero_grad = _of_local("zero_grad")
+    add_param_group = _of_local("add_param_group")
+    # Hooks get the local optimizer; those after a step run before the average.
+    register_step_pre_hook = _of_local("register_step_pre_hook")
+    register_step_post_hook = _of_local("register_step_post_hook")
+    register_state_dict_pre_hook = _of_local("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _of_local("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _of_local("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _of_local("register_load_state_dict_post_hook")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the local optimizer's state dict, with the averager's step under ``step``."""

@@ -244,6 +244,8 @@ def before_backward(
             output = output.clone()
         if values is not None:
             ops.set_value(output, value)
+        if output._backward_hooks:
+            once.before_hooks_of(output)
         once.add_to(output.grad_fn)
         results.append(output)
     return tuple(results)
@@ -272,6 +274,16 @@ class _OncePerPass:
             node.register_prehook(partial(_run_steps, node.metadata[_STEPS]))
         if self not in node.metadata[_STEPS]:
             node.metadata[_STEPS].insert(0, self)
+
+    def before_hooks_of(self, tensor: Tensor) -> None:
+        """Call before the hooks that the forward has put on ``tensor``, which may use parameters,
+        and run before those of nodes."""
+        hooks: Any = tensor._backward_hooks
+        theirs = dict(hooks)
+        tensor.register_hook(lambda grad: self.run((grad,))[0])
+        ours = {key: hook for key, hook in hooks.items() if key not in theirs}
+        hooks.clear()
+        hooks.update({**ours, **theirs})
 
     def run(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients that the node takes."""

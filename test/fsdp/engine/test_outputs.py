@@ -130,3 +130,31 @@ def freed(rank: int) -> list[bool]:
 
 def test_a_loss_that_is_held_keeps_no_parameters_after_backward() -> None:
     assert scenarios.result("freed") == [False, True]
+
+
+class Hooked(nn.Linear):
+    """Puts a hook on its own output that reads its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda grad: grad * self.weight.detach().square().mean())
+        return y
+
+
+def grad_of_input(module: Any, device: Any) -> Tensor:
+    x = torch.ones(2, WIDTH, device=device, requires_grad=True)
+    module(x).square().sum().backward()
+    assert x.grad is not None
+    return x.grad.cpu()
+
+
+@scenarios.add
+def hooked_inside(rank: int) -> Tensor:
+    import torch_xla
+
+    return grad_of_input(fsdp(make(lambda: Hooked(WIDTH, 3))), torch_xla.device())
+
+
+def test_a_hook_of_the_forward_reads_unsharded_parameters() -> None:
+    expected = grad_of_input(make(lambda: Hooked(WIDTH, 3)), "cpu")
+    assert_close({"x": scenarios.result("hooked_inside")}, {"x": expected}, atol=1e-6)

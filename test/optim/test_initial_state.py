@@ -164,9 +164,9 @@ def averaged() -> tuple[Step, Any]:
     from xla_fsdp.optim import PeriodicModelAverager, PostLocalSGDOptimizer
 
     model = make(Blocks).to("xla")
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2, momentum=0.5)
-    averager = PeriodicModelAverager(period=4, warmup_steps=100)
-    return one_step(model, PostLocalSGDOptimizer(optimizer, averager)), optimizer
+    local = torch.optim.RMSprop(model.parameters(), lr=1e-2, momentum=0.5)
+    optimizer = PostLocalSGDOptimizer(local, PeriodicModelAverager(period=4, warmup_steps=100))
+    return one_step(model, optimizer), optimizer
 
 
 CASES: dict[str, Callable[[], tuple[Step, Any]]] = {

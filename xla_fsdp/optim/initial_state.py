@@ -54,12 +54,10 @@ def make_state(optimizer: Optimizer) -> None:
     and Adam with both ``amsgrad`` and ``capturable``. RAdam changes its formula at its sixth step.
     """
     own = getattr(optimizer, "make_state", None)
-    if own is not None:  # whose parameters have values in a step only
+    if own is not None:  # whose parameters have values in a step only, or that steps another one
         own()
         return
-    local = getattr(optimizer, "optim", None)  # of PostLocalSGDOptimizer
-    local = local if isinstance(local, Optimizer) else optimizer
-    _fill(local, [p for p in _missing(local) if p.requires_grad])
+    _fill(optimizer, [p for p in _missing(optimizer) if p.requires_grad])
 
 
 def make_state_of(optimizer: Optimizer, params: Iterable[Tensor]) -> None:

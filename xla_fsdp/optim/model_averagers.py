@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.optim.high_precision import masters_of
+from xla_fsdp.optim.initial_state import make_state
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
 from xla_fsdp.xla import ops
 
@@ -217,6 +218,10 @@ class PostLocalSGDOptimizer(Optimizer):
         self.averager.average_parameters(self.param_groups, masters_of(self.optim))
         self.param_groups[0][AVERAGER_STEP] = self.averager.step
         return result
+
+    def make_state(self) -> None:
+        """Give the local optimizer's parameters the state with which its first step begins."""
+        make_state(self.optim)
 
     zero_grad = _of_local("zero_grad")
     add_param_group = _of_local("add_param_group")

@@ -1,11 +1,11 @@
 """The autograd nodes that one forward call of an FSDP unit adds to the graph, and what it saves.
 
-    inputs ── PostBackward ── module's forward ── (a hook) outputs
+    inputs ── PostBackward ── module's forward ── outputs
     shards ── Unshard ── (EarlyReduce, of a root) ──┘
 
-Backward runs them in reverse: a hook on the nodes of the outputs gathers the parameters again,
-``Unshard`` reduce-scatters their gradients, ``PostBackward`` returns the gradients of the inputs.
-The caller computes the tensors that a node returns in forward, and passes them to it.
+Backward runs them in reverse. Before the nodes that have made the outputs ``gather_again`` gathers
+the parameters; ``Unshard`` reduce-scatters their gradients, ``PostBackward`` returns those of the
+inputs. The caller computes the tensors that a node returns in forward, and passes them to it.
 
 Invariants: autograd decides when a unit's gradients are complete, and accumulates the gradients of
 the shards. Only tensors on an XLA device go through a node; others need no ordering. What a node

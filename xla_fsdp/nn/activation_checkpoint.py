@@ -34,6 +34,7 @@ from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.distributed.higher_order import explain_hooks, in_transform
 from xla_fsdp.fsdp.engine.autograd import (
     before_backward,
+    changed_in_place,
     on_device,
     present,
     through,
@@ -412,6 +413,11 @@ class _Saved:
             )
         return tensor
 
+    def changed(self) -> frozenset[int]:
+        """Return the numbers of tensors that were changed in place after they were saved."""
+        pairs = enumerate(self._tensors)
+        return frozenset(at for at, (each, version) in pairs if version_of(each) != version)
+
     def close(self) -> list[Tensor]:
         """Remove and return all tensors, as the forward has ended."""
         tensors, self._tensors, self.is_open = self._tensors, [], False
@@ -429,6 +435,7 @@ class Region:
         self._saved = _Saved()
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []  # of what the forward saved
         self._recomputed: list[Tensor] = []
+        self._lost: frozenset[int] = frozenset()  # of these, what the forward changed after saving
         self._changed: list[int] = []  # inputs that the forward changed in place
         self._output_grads: list[Tensor] = []  # filled when backward reaches the outputs
 
@@ -477,6 +484,8 @@ class Region:
             self._recomputed = self._recompute()
             self._check()
         result = self._recomputed[number]
+        if number in self._lost:
+            raise changed_in_place(result)
         if current_pass() == -1:  # asked for outside of a backward pass, by a debugger say
             self._recomputed = []
         return result
@@ -501,6 +510,7 @@ class Region:
             with torch.enable_grad(), self._environment.restored():
                 with hooks:
                     self._forward(*args, **kwargs)
+                self._lost = saved.changed()
                 return [self._environment.own(tensor) for tensor in saved.close()]
         except Exception as error:
             note = (

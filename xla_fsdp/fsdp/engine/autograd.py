@@ -320,6 +320,50 @@ class _PackedOutside:
     unpack: Callable[[Any], Tensor]
 
 
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that backward needs. Autograd looks for changes in place only where no hooks are on
+    what it saves."""
+
+    tensor: Tensor
+    changes: Callable[[Tensor], int]
+    num_changes: int  # when it was saved
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> SavedTensor:
+        """Save ``tensor``, without its graph."""
+        if tensor.is_leaf:
+            # Not changes of its memory: kernels that set running statistics are none for autograd.
+            return cls(tensor, version_of, version_of(tensor))
+        # An output that a node saves would keep this node alive, and all before it, until backward.
+        # Autograd connects what is unpacked to the graph again.
+        return cls(tensor.data, changes_of, changes_of(tensor))
+
+    def unchanged(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: if it was changed in place since.
+        """
+        if self.changes(self.tensor) != self.num_changes:
+            raise changed_in_place(self.tensor)
+        return self.tensor
+
+
+def changes_of(tensor: Tensor) -> int:
+    """Return how often the memory of ``tensor`` was changed in place."""
+    return ops.num_changes([tensor])[0]
+
+
+def changed_in_place(tensor: Tensor) -> RuntimeError:
+    """Return the error for a tensor that was changed between being saved and backward."""
+    return RuntimeError(
+        f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place after "
+        f"autograd had saved it. Compute another one (x = x + y in place of x += y), or save a "
+        f"copy (layer(x.clone()))"
+    )
+
+
 class SavedParams:
     """Saved-tensor hooks of one forward, so that autograd saves no unsharded parameter.
 
@@ -397,15 +441,13 @@ class SavedParams:
         if self._outside is not None:
             pack, unpack = self._outside
             return _PackedOutside(pack(tensor), unpack)
-        # An output that a node saves would keep this node alive, and all before it, until backward.
-        # Autograd connects what ``_unpack`` returns to the graph again.
-        return tensor if tensor.is_leaf else tensor.data
+        return SavedTensor.of(tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _PackedOutside):
             return packed.unpack(packed.value)
-        if not isinstance(packed, _ParamReference):
-            return packed
+        if isinstance(packed, SavedTensor):
+            return packed.unchanged()
         unsharded = self._regathered()[packed.index]
         if packed.view is None:
             return unsharded

@@ -37,7 +37,6 @@ from xla_fsdp.fsdp.engine.autograd import (
     changed_in_place,
     on_device,
     present,
-    through,
     version_of,
 )
 from xla_fsdp.fsdp.engine.inputs import Inputs
@@ -470,8 +469,8 @@ class Region:
             self._save_inputs([old if at in kept else now for at, (old, now) in pairs])
         self._environment.forget_unchanged()
         # The step gets this list, not the region, which would live as long as the outputs.
-        step = partial(_note, self._output_grads)
-        return outputs.replaced(through(partial(before_backward, step, None), outputs.tensors))
+        before_backward(partial(_note, self._output_grads), outputs.tensors)
+        return outputs.replaced(outputs.tensors)
 
     def _save_inputs(self, tensors: Sequence[Tensor]) -> None:
         # By a node outside of the region's hooks, so that an outer checkpoint may drop them.

@@ -241,12 +241,18 @@ def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:
     # program.
     with torch.no_grad():
         fresh = [t.clone() for t in tensors]
+    barrier_(fresh)
+    return fresh
+
+
+def barrier_(tensors: Sequence[Tensor]) -> None:
+    """Make none of the tensors, not yet computed, available until all are. They go on sharing
+    memory with others, which are available as before."""
     # Not for integers: torch_xla aborts the process when an index (as of index_select) comes out of
     # a barrier. Integers are cheap to compute anyway.
-    floats = [t for t in fresh if t.is_floating_point() or t.is_complex()]
+    floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
     if floats:
         torch_xla._XLAC._xla_optimization_barrier_(floats)
-    return fresh
 
 
 def barrier_after_(before: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -389,13 +395,6 @@ def free_keeping_aliases(tensor: Tensor, dummy: Tensor) -> None:
             tensor.data = dummy
         else:
             release(tensor, dummy)
-
-
-def set_value(tensor: Tensor, value: Tensor) -> None:
-    """Let ``tensor``, which has a graph, have this value, of its shape and dtype. What autograd has
-    saved of it, and others that share its memory, keep theirs."""
-    with torch._C.DisableTorchFunction():
-        tensor.data = value
 
 
 def tensor_objects() -> list[Tensor]:

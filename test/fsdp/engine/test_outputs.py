@@ -132,6 +132,63 @@ def test_a_loss_that_is_held_keeps_no_parameters_after_backward() -> None:
     assert scenarios.result("freed") == [False, True]
 
 
+class Keeping(nn.Module):
+    """Keeps what shares memory with its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("buffer", torch.zeros(2, WIDTH))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.linear(x)
+        z = self.linear(x)
+        self.kept = {"row": y[0], "detached": y.detach(), "data": y.data, "base": z}
+        return {
+            "y": y,
+            "slice": z[:1],
+            "constant": y.detach(),
+            "buffer": self.buffer,
+            "parameter": self.linear.weight.detach(),
+        }
+
+
+def changed_outputs(model: Any, kept: Any, device: Any) -> dict[str, Tensor]:
+    """What the module has kept, and what it has returned, after changes of its outputs."""
+    found = {}
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            outputs = model(torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH).to(device))
+            outputs["y"][0] = 7
+            outputs["slice"].mul_(3)
+            outputs["buffer"][1] += 1
+        all_of_it = {**outputs, **kept.kept, "own buffer": kept.buffer}
+        found |= {f"{mode.__name__}, {name}": each for name, each in all_of_it.items()}
+    return {name: each.detach().cpu() for name, each in found.items()}
+
+
+@scenarios.add
+def memory(rank: int) -> dict[str, dict[str, Tensor]]:
+    import torch_xla
+
+    from xla_fsdp import checkpoint_module, fully_shard
+
+    def recomputed(model: Any) -> Any:
+        return fsdp(checkpoint_module(model))
+
+    found = {}
+    for door in (fsdp, fully_shard, recomputed):
+        model = make(Keeping)
+        found[door.__name__] = changed_outputs(door(model), model, torch_xla.device())
+    return found
+
+
+@pytest.mark.parametrize("door", ["fsdp", "fully_shard", "recomputed"])
+def test_what_a_module_keeps_of_an_output_shares_its_memory(door: str) -> None:
+    model = make(Keeping)
+    assert_close(scenarios.result("memory")[door], changed_outputs(model, model, "cpu"), atol=1e-6)
+
+
 class Hooked(nn.Linear):
     """Puts a hook on its own output that reads its weight."""
 

@@ -220,40 +220,40 @@ GradStep = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """What happens to gradients before backward goes on with them."""
 
 
-def before_backward(
-    step: GradStep, values: Sequence[Tensor] | None, *outputs: Tensor
-) -> tuple[Tensor, ...]:
-    """Return the outputs of a forward. In each backward pass ``step`` is called once, before the
-    first of the nodes that have made them.
+def before_backward(step: GradStep, outputs: Sequence[Tensor]) -> None:
+    """Call ``step`` once in each backward pass, before the first of the nodes that have made the
+    outputs of a forward.
 
-    Outputs stay the tensors that the forward has made, as some may be computed from others: what
-    reads the gradient of one (a hook, ``retain_grad``) sees what comes through the others, too.
+    Outputs stay the tensors that the forward has made, as some may be computed from others, or
+    share memory: what reads the gradient of one (a hook, ``retain_grad``) sees what comes through
+    the others, and what the module keeps of one sees the changes that a caller makes in place.
 
     Args:
         step: takes and returns the gradients of what the node has made.
-        values: what each output shall be, of its shape and dtype, without a graph; None for its
-            own.
-        outputs: on the device.
+        outputs: of the forward.
     """
-    once, results = _OncePerPass(step), []
-    for output, value in zip(outputs, values or outputs, strict=True):
-        if not output.requires_grad:
-            results.append(value)
+    once = _OncePerPass(step)
+    for output in outputs:
+        if not (on_device(output) and output.requires_grad) or _is_param(output):
             continue
-        if _is_param(output):
-            output = output.clone()
-        if values is not None:
-            ops.set_value(output, value)
         if output._backward_hooks:
             once.before_hooks_of(output)
-        once.add_to(output.grad_fn)
-        results.append(output)
-    return tuple(results)
+        # A change of a view in place gives it another node, but leaves that of its base.
+        for tensor in (output, base_of(output)):
+            if tensor.grad_fn is not None:
+                once.add_to(tensor.grad_fn)
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that ``tensor`` is a view of, or itself."""
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def _is_param(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a leaf, an unsharded parameter, or a view of one."""
-    source = tensor if tensor._base is None else tensor._base
+    """Return whether ``tensor`` is a leaf, an unsharded parameter, or a view of one; no node of the
+    forward has made it."""
+    source = base_of(tensor)
     return source.is_leaf or isinstance(source.grad_fn, _PARAM_NODES)
 
 
@@ -392,6 +392,11 @@ class SavedParams:
     def unsharded(self) -> Sequence[Tensor]:
         """The parameters that the forward computes with, until ``reshard``."""
         return self._unsharded
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, or a copy if it shares memory with a parameter, which is freed."""
+        is_shared = on_device(tensor) and ops.memory_of(tensor) in self._memory
+        return tensor.clone() if is_shared else tensor
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context manager to run the forward in."""

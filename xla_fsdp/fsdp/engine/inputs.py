@@ -1,10 +1,9 @@
 """Run a forward on copies of its arguments' tensors, unnoticed by the caller.
 
 A unit computes with copies of its inputs, behind a barrier and in its compute dtype; an outermost
-one moves inputs from host memory to the device, as torch's FSDP does. The caller
-still sees what the forward does to the arguments, and the forward which of them share memory. What
-it returns goes through a node of autograd, and still shares memory with the arguments and with what
-else it returns.
+one moves inputs from host memory to the device, as torch's FSDP does. The caller still sees what
+the forward does to the arguments, and the forward which of them share memory. What it returns still
+shares memory with the arguments, with what else it returns and with what the module keeps.
 
 Invariants: the caller's containers are never copied. While the forward runs they hold the copies;
 after it, the caller's own tensors and what the forward has put there. A copy that was changed in
@@ -31,7 +30,7 @@ from xla_fsdp.distributed.pytree import (
     substitutes,
     tensors_in,
 )
-from xla_fsdp.fsdp.engine.autograd import on_device
+from xla_fsdp.fsdp.engine.autograd import base_of, on_device
 from xla_fsdp.xla import ops
 
 
@@ -141,8 +140,7 @@ class Outputs:
         lent: what the forward had in their place.
 
     Attributes:
-        tensors: what autograd's node of the outputs takes: those in memory of their own, or what
-            several of them are views of; and the changed copies.
+        tensors: those in memory of their own, and the changed copies.
         changed: numbers of the sources that were changed in place.
     """
 
@@ -166,13 +164,12 @@ class Outputs:
         others = [(each, changes.view(each)) for each in found.tensors if id(each) not in mine]
         self._new = [tensor for tensor, view in others if view is None]
         self._shared = [(tensor, view) for tensor, view in others if view is not None]
-        self._sources, self._views = _find_views(self._new, _all_views)
         self.changed = changes.changed()
-        self.tensors = [*self._sources, *changes.unwritten(self.changed)]
+        self.tensors = [*self._new, *changes.unwritten(self.changed)]
 
     def returned(self) -> list[int]:
         """Return the numbers of the sources whose memory the caller gets back."""
-        bases = {id(_base(tensor)) for tensor in self._found}
+        bases = {id(base_of(tensor)) for tensor in self._found}
         return self._changes.of_bases(bases)
 
     def replaced(
@@ -185,10 +182,9 @@ class Outputs:
             new: in the order of ``tensors``.
             cast: applied to what the forward returned, and put into containers.
         """
-        num_sources = len(self._sources)
-        self._changes.write(new[num_sources:])
-        made = _views_on(self._views, [cast(tensor) for tensor in new[:num_sources]])
-        by = substitutes(self._new, made)
+        num_new = len(self._new)
+        self._changes.write(new[num_new:])
+        by = substitutes(self._new, [cast(tensor) for tensor in new[:num_new]])
         for tensor, view in self._shared:
             by[id(tensor)] = tensor, cast(self._changes.on_own(view))
         for container in self._containers:
@@ -236,37 +232,22 @@ def _shared_views(group: Sequence[Tensor]) -> list[Tensor]:
     """Return those of several tensors with the same base that are views of shared memory: ``x.t()``
     of ``x`` and ``x.t()``, or two views of all of ``x``. Separate parts (``q, k, v = x.chunk(3)``)
     are not."""
-    base = _base(group[0])
-    views = _all_views(group)
+    base = base_of(group[0])
+    views = [tensor for tensor in group if tensor is not base and _can_be_made(tensor)]
     # Views that have more elements than the base must share some; others are usually chunks.
     shares = any(tensor is base for tensor in group)
     return views if shares or sum(view.numel() for view in views) > base.numel() else []
 
 
-def _all_views(group: Sequence[Tensor]) -> list[Tensor]:
-    """Return those of several tensors with the same base that can be made from it."""
-    base = _base(group[0])
-    return [tensor for tensor in group if tensor is not base and _can_be_made(tensor)]
-
-
-def _find_views(
-    tensors: Sequence[Tensor],
-    to_make: Callable[[Sequence[Tensor]], list[Tensor]] = _shared_views,
-) -> tuple[Sequence[Tensor], Views]:
-    """Return sources, and how to make the tensors from them.
-
-    Args:
-        tensors: all different.
-        to_make: returns those to make of several with the same base; the others are sources
-            themselves.
-    """
-    bases = [_base(tensor) for tensor in tensors]
+def _find_views(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Views]:
+    """Return sources, and how to make the tensors, all different, from them."""
+    bases = [base_of(tensor) for tensor in tensors]
     if len(set(map(id, bases))) == len(bases):
         return tensors, None
     groups: dict[int, list[Tensor]] = {}
     for base, tensor in zip(bases, tensors, strict=True):
         groups.setdefault(id(base), []).append(tensor)
-    made = {id(view) for group in groups.values() if group[1:] for view in to_make(group)}
+    made = {id(view) for group in groups.values() if group[1:] for view in _shared_views(group)}
     origins = [
         base if id(tensor) in made else tensor for base, tensor in zip(bases, tensors, strict=True)
     ]
@@ -280,11 +261,6 @@ def _find_views(
     ]
 
 
-def _base(tensor: Tensor) -> Tensor:
-    base = tensor._base
-    return tensor if base is None else base
-
-
 def _is_connected(view: Tensor, base: Tensor) -> bool:
     # A view made without grad mode has requires_grad like its base, but no graph.
     return view.grad_fn is not None or not base.requires_grad
@@ -293,7 +269,7 @@ def _is_connected(view: Tensor, base: Tensor) -> bool:
 def _can_be_made(view: Tensor) -> bool:
     """Return whether the same view of a copy of the base, maybe in another dtype, has the gradient
     that ``view`` has."""
-    base = _base(view)
+    base = base_of(view)
     return view.dtype == base.dtype and not _is_hooked(view) and _is_plain(view, base)
 
 
@@ -347,7 +323,7 @@ class Changes:
         self._sources, self._copies = sources, copies
         self._counts = ops.num_changes(copies)
         # Views get a new node with every change of their base, those without grad mode too.
-        self._bases = [_base(copy) for copy in copies]
+        self._bases = [base_of(copy) for copy in copies]
         self._graphs = [base.grad_fn for base in self._bases]
         self._targets: list[Tensor] = []  # to write to
 
@@ -384,7 +360,7 @@ class Changes:
     def view(self, output: Tensor) -> View | None:
         """Return what to pass to ``on_own`` for an output; None if it shares no memory with the
         copies, or does so in a way that cannot be repeated."""
-        base = _base(output)
+        base = base_of(output)
         for at, each in enumerate(self._bases):
             if each is base and _can_be_returned(self._copies[at], self._sources[at]):
                 if output is base:

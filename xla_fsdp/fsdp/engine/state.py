@@ -537,7 +537,7 @@ class FSDPState:
             with running(self, current.queue), hooks:
                 outputs = forward()
                 self.schedule.end_deferred()
-            result = self._tie_outputs(call, outputs, current.for_backward)
+            result = self._connect_outputs(call, outputs, current.saved, current.for_backward)
             if changed := current.saved.changed_in_place():
                 raise self._changed_in_place(changed)
         except BaseException as error:
@@ -581,16 +581,16 @@ class FSDPState:
         gathered = group.unshard(before, again=again, to_post_forward_shards=larger, queue=queue)
         return gathered.params, gathered.post_forward_shards
 
-    def _tie_outputs(self, call: ForwardCall, outputs: Outputs, for_backward: list[Tensor]) -> Any:
+    def _connect_outputs(
+        self, call: ForwardCall, outputs: Outputs, saved: SavedParams, for_backward: list[Tensor]
+    ) -> Any:
         """Return the result with the outputs in the output dtype, each on the device available only
         once all are. Backward begins at them, with ``for_backward``."""
         refuse_shards(outputs.tensors, "returning it")
-        lazy = [tensor for tensor in outputs.tensors if on_device(tensor)]
-        with torch.no_grad():
-            tie = self.config.optimization_barrier_in_forward
-            ready = ops.barrier(lazy) if tie else [tensor.clone() for tensor in lazy]
-        step = partial(gather_again, call, list(for_backward))
-        found = through(partial(before_backward, step, ready), outputs.tensors)
+        found = [saved.own(tensor) for tensor in outputs.tensors]
+        if self.config.optimization_barrier_in_forward:
+            ops.barrier_([each for each in found if ops.is_pending(each)])
+        before_backward(partial(gather_again, call, list(for_backward)), found)
         return outputs.replaced(found, self.cast_output)
 
     @in_phase("recompute")
@@ -618,7 +618,7 @@ class FSDPState:
             revokes = self.state in REVOKED
             group.to_unsharded(held, versions=versions, idle=True, revokes=revokes)
             saved.reshard(Reshard(group, versions, freed=False), None)
-        return self._tie_outputs(call, outputs, [] if call.reshards else unsharded)
+        return self._connect_outputs(call, outputs, saved, [] if call.reshards else unsharded)
 
     def _changed_in_place(self, changed: list[int]) -> ValueError:
         names = ", ".join(self.group.originals[index].names[0] for index in changed)

@@ -35,7 +35,9 @@ class Steps(nn.Module):
         later = self.second(hidden).relu()
         self.kept, self.used = hidden, weakref.ref(self.head.weight)
         views = (later[:, 0], self.head.weight.t())
-        return {"hidden": hidden, "later": later, "views": views, "out": self.head(later), "x": x}
+        self.parts = [later, hidden]
+        return {"hidden": hidden, "later": later, "views": views, "out": self.head(later), "x": x,
+                "parts": self.parts}  # fmt: skip
 
 
 def nested(**options: Any) -> Any:
@@ -102,15 +104,16 @@ def test_hooks_on_one_output_see_what_comes_through_others(way: str) -> None:
 
 
 @scenarios.add
-def identity(rank: int) -> bool:
+def identity(rank: int) -> list[bool]:
     import torch_xla
 
     model = fsdp(make(Steps))
-    return model(torch.ones(2, WIDTH, device=torch_xla.device()))["hidden"] is model.module.kept
+    found = model(torch.ones(2, WIDTH, device=torch_xla.device()))
+    return [found["hidden"] is model.module.kept, found["parts"] is model.module.parts]
 
 
-def test_an_output_is_the_tensor_that_the_forward_made() -> None:
-    assert scenarios.result("identity")
+def test_an_output_is_what_the_forward_has_made() -> None:
+    assert scenarios.result("identity") == [True, True]
 
 
 @scenarios.add

@@ -176,7 +176,8 @@ class Outputs:
         self, new: Sequence[Tensor], cast: Callable[[Tensor], Tensor] = lambda tensor: tensor
     ) -> Any:
         """Return the result with ``new`` in place of ``tensors``, also in the caller's containers
-        and tensors. Other containers in the result are copied.
+        and tensors. Other containers in the result are copied where that changes them, as the
+        module may keep them.
 
         Args:
             new: in the order of ``tensors``.
@@ -191,7 +192,11 @@ class Outputs:
             replace_entries(container, by)
         for copy, tensor in self._own:
             by[id(copy)] = copy, cast(tensor)
-        return copied(self._result, [each for each in self._copied if tensors_in(each)], by)
+        by = {number: pair for number, pair in by.items() if pair[0] is not pair[1]}
+        changed = [
+            each for each in self._copied if any(id(tensor) in by for tensor in tensors_in(each))
+        ]
+        return copied(self._result, changed, by)
 
 
 # ---------------------------------------------------------------- memory that tensors share

@@ -323,10 +323,7 @@ class FSDPParamGroup:
         return not (self.has_unreduced or self.waits_for_replicas or self.reduction.has_hooks)
 
     def reduce(
-        self,
-        grads: Sequence[Tensor | None],
-        early: ReducedBuckets | None = None,
-        by: Collectives | None = None,
+        self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
     ) -> Reduced:
         """Return averaged gradients of the shards, with unreduced gradients of earlier passes.
 
@@ -336,10 +333,9 @@ class FSDPParamGroup:
         Args:
             grads: unsharded gradients, one for each original parameter.
             early: gradients of other parameters that were reduce-scattered before.
-            by: collectives to use (default: the unit's own).
         """
         reduction = self.reduction
-        sums = reduction.scatter(self._with_unreduced(grads), by=by)
+        sums = reduction.scatter(self._with_unreduced(grads))
         for more in (early, self._not_all_reduced):
             sums = reduction.add(more, sums) if more else sums
         self._not_all_reduced = {}

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from xla_fsdp.distributed.collectives import Collectives, Meanwhile, RingCollectives
 from xla_fsdp.fsdp.engine.param_guards import Dummies, forward_code
 from xla_fsdp.fsdp.engine.scopes import backward_scopes, current_pass
 from xla_fsdp.xla import ops
@@ -117,8 +116,6 @@ class Schedule:
     Attributes:
         dummies: the data of parameters that units have freed.
         has_units: whether there are units inside of the root.
-        beside_loop: whether blocks of the model run as a loop; units around it then use no rings,
-            which would only take memory, as XLA overlaps no collective with a loop.
         is_last: False if more backward passes follow before the optimizer step; the first gather
             of the next pass then waits for what is unfinished at the end of this one.
         deferred: what is to run before the forward of a unit ends, if it has not run by then.
@@ -130,7 +127,6 @@ class Schedule:
     def __init__(self, device: torch.device, *, sync_on_end: bool = False) -> None:
         self.dummies = Dummies(device)
         self.has_units = False
-        self.beside_loop = False
         self.is_last = True
         self.deferred: list[Deferred] = []
         # A list, not a set: all ranks must reduce in the same order.
@@ -140,11 +136,6 @@ class Schedule:
         # backward pass, which has an order of its own.
         self._last: dict[bool, list[Tensor]] = {False: [], True: []}
         self._unfinished: list[Tensor] = []
-        # One for all units among the same ranks, as each has inputs of the program.
-        self._rings: dict[tuple[Hashable, Meanwhile], Collectives] = {}
-        self._in_rings: list[Tensor] = []  # sums of the latest unit
-        self._in_rings_before: list[Tensor] = []
-        self._reduced_in = -1  # number of the backward pass in which a unit last reduced
         # Numbers of the backward passes that run, or have raised: reentrant checkpoints run passes
         # inside passes.
         self._passes: set[int] = set()
@@ -207,53 +198,12 @@ class Schedule:
 
     # ------------------------------------------------------------ reductions
 
-    def finish_first(self, tensors: Iterable[Tensor], by: Collectives | None = None) -> None:
+    def finish_first(self, tensors: Iterable[Tensor]) -> None:
         """Let the next gather of the current backward pass wait for ``tensors`` (reduced gradients,
         gradients of inputs, stepped shards), as their units' parameters would else still be in
-        memory.
-
-        Args:
-            tensors: what is to be computed.
-            by: the collectives that reduce them. The compiler ends rings as late as it may, and
-                they hold unsharded gradients meanwhile, so the unit after the next one waits for
-                those that come from rings.
-        """
+        memory."""
         self.ensure_end_of_pass_callback()
-        found = list(tensors)
-        self._unfinished += found
-        if isinstance(by, RingCollectives):
-            self._in_rings_before += self._in_rings
-            self._in_rings = [each for each in found if by.went_around(each)]
-
-    def after_rings(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients that enter a unit, not available before rings that should have ended:
-        all but those of the unit before it."""
-        before, self._in_rings_before = self._in_rings_before, []
-        # Not by a barrier, which the compiler drops before it schedules.
-        ready = iter(ops.with_data_dependency(before, [grad for grad in grads if grad is not None]))
-        return [None if grad is None else next(ready) for grad in grads]
-
-    def collectives_for(self, own: Collectives, *, of_root: bool) -> Collectives:
-        """Return the collectives that reduce the gradients of a unit.
-
-        The TPU compiler leaves reduce-scatters blocking, but hides rings under compute: those of
-        one unit while the next one computes.
-
-        Args:
-            own: of the unit.
-            of_root: whether it is a root, of which some gradients are reduced early. A head is
-                followed by all units, which can hide rings, an embedding by none.
-        """
-        has_reduced, now = self._reduced_in == current_pass(), current_pass()
-        if not of_root:
-            self._reduced_in = now
-        if self.beside_loop or (of_root and not self.has_units):
-            return own
-        meanwhile: Meanwhile = "step" if of_root and has_reduced else "units"
-        key = own.key, meanwhile
-        if key not in self._rings:
-            self._rings[key] = own.in_rings(meanwhile)
-        return self._rings[key]
+        self._unfinished += tensors
 
     # ------------------------------------------------------------ ends of passes
 
@@ -334,10 +284,9 @@ class Schedule:
     def _clear(self) -> None:
         """Drop what backward has stored; as live tensors it would become outputs of programs."""
         self._last[True], self._unfinished = [], []
-        self._in_rings, self._in_rings_before = [], []
 
     def _check(self, units: Sequence[Unit]) -> None:
-        stored = [*self._last[True], *self._unfinished, *self._in_rings, *self._in_rings_before]
+        stored = [*self._last[True], *self._unfinished]
         problems = [f"the schedule keeps {len(stored)} tensors"] * bool(stored and self.is_last)
         problems += [f"{unit} waits for another end" for unit in self._holding]
         problems += [each for unit in units for each in unit.problems()]

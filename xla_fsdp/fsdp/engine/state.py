@@ -661,7 +661,7 @@ class FSDPState:
             else:
                 self._unshard_until_end_of_pass(self._unshard_for_backward(before, saved))
             _prefetch(settings.backward_prefetch, before, in_backward=True)
-        ready = self._tie_grads(self.schedule.after_rings(grads))
+        ready = self._tie_grads(grads)
         backward_scopes.enter(self, self.log.unit)
         return ready
 
@@ -688,10 +688,9 @@ class FSDPState:
         return None; return ``grad`` if more is needed for it, such as later passes."""
         if not self.reduces_plainly:
             return grad
-        by = self.schedule.collectives_for(self.group.collectives, of_root=True)
-        found = self.group.reduction.scatter_alone(number, grad, by)
+        found = self.group.reduction.scatter_alone(number, grad)
         call.add_reduced_early(found)
-        self.schedule.finish_first(found.values(), by)
+        self.schedule.finish_first(found.values())
         return None
 
     @property
@@ -726,13 +725,10 @@ class FSDPState:
             self.group.leave_unreduced(grads)
             self._remember_unreduced()
             return [None] * len(self.group.params)
-        by = self.group.collectives
-        if not (self.settings.is_root or self.group.reduction.has_hooks):
-            by = self.schedule.collectives_for(by, of_root=False)
-        reduced = self.group.reduce(grads, early, by)
+        reduced = self.group.reduce(grads, early)
         if self.group.has_unreduced:  # the all-reduce over replicas is still to come
             self._remember_unreduced()
-        self.schedule.finish_first(reduced.sums, by)
+        self.schedule.finish_first(reduced.sums)
         return reduced.grads
 
     def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

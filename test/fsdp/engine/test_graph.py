@@ -166,27 +166,6 @@ def test_every_gather_stands_behind_a_barrier(name: str) -> None:
     assert all(_is_behind_barrier(program, gather) for gather in program.all("all-gather"))
 
 
-ONLY_ORDERED = {"add", "convert", "get-tuple-element", "opt-barrier", "reshape", "tuple"}
-
-
-@pytest.mark.parametrize(("name", "for_each_unit"), [("nested", 1), ("one_each", 2 * LAYERS)])
-def test_units_in_forward_are_gathered_in_turn(name: str, for_each_unit: int) -> None:
-    """Each gather waits for the one before it, but not for the root's, which has a head if no unit
-    has it; in backward none does."""
-    program = programs()[name]
-    gathers = program.all("all-gather")
-    waited_for = [
-        source.name
-        for gather in gathers
-        for source in program.sources(gather, lambda each: each.op in ONLY_ORDERED)
-        if source.op == "all-gather"
-    ]
-    of_head = min(for_each_unit, 2)
-    assert len(waited_for) == len(set(waited_for)) == BLOCKS * for_each_unit + of_head - 1
-    root = gathers[0].name
-    assert root not in waited_for
-
-
 def test_no_barriers_means_none() -> None:
     assert programs()["no_barriers"].all("opt-barrier") == []
 

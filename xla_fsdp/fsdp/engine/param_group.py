@@ -24,7 +24,7 @@ from xla_fsdp.fsdp.engine.param import FSDPParam, remember
 from xla_fsdp.fsdp.engine.param_guards import Reshard, package_code, reopen
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
 from xla_fsdp.fsdp.engine.registry import remember_group
-from xla_fsdp.fsdp.engine.schedule import GatherQueue, ScheduleLog
+from xla_fsdp.fsdp.engine.schedule import ScheduleLog
 from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.xla import ops
 
@@ -251,12 +251,7 @@ class FSDPParamGroup:
 
     @package_code()  # a backward pass inside of a forward gathers, too
     def unshard(
-        self,
-        before: Sequence[Tensor],
-        *,
-        again: bool,
-        to_post_forward_shards: bool,
-        queue: GatherQueue | None = None,
+        self, before: Sequence[Tensor], *, again: bool, to_post_forward_shards: bool
     ) -> Unsharded:
         """Gather the parameters.
 
@@ -264,11 +259,10 @@ class FSDPParamGroup:
             before: tensors to be computed first.
             again: whether the program has gathered the same shards already.
             to_post_forward_shards: gather larger shards first, and the parameters from these.
-            queue: orders the gathers among those of other units, unless of larger shards.
         """
         packed = self.gather.pack(before, again=again)
         if not to_post_forward_shards:
-            return Unsharded(self.gather.unshard(packed, queue))
+            return Unsharded(self.gather.unshard(packed))
         larger = self.gather.gather_larger(packed)
         return Unsharded(self.gather.unshard_larger(larger), larger)
 

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -45,62 +45,28 @@ class Deferred(Protocol):
 # ---------------------------------------------------------------- forwards that run
 
 
-class GatherQueue:
-    """Starts each gather of several units after the one before it has ended.
-
-    The TPU compiler lets one gather travel at a time, under matrix products only, but takes other
-    operations for something to hide it under, too. Without an order it prepares what two units send
-    at one place, between other units, and "hides" the first gather of every second unit there.
-    """
-
-    def __init__(self) -> None:
-        self._gathered: list[Tensor] = []
-
-    def gather(self, gather: Callable[[Tensor], Tensor], sent: Tensor) -> Tensor:
-        """Return ``gather(sent)``, after the gather before it."""
-        gathered = gather(ops.barrier_after_(self._gathered, [sent.clone()])[0])
-        self._gathered = [gathered]
-        return gathered
-
-    def clear(self) -> None:
-        """Let the next gather wait for none before it."""
-        self._gathered = []
-
-
 class _Running(threading.local):
     def __init__(self) -> None:
-        self.forwards: list[tuple[Any, GatherQueue | None]] = []  # outermost first
+        self.units: list[Any] = []  # outermost first
 
 
 _running = _Running()
 
 
 @contextlib.contextmanager
-def running(unit: Unit, queue: GatherQueue | None = None) -> Iterator[None]:
-    """Add ``unit`` to ``running_units()`` inside the block, which runs its forward.
-
-    Args:
-        unit: the unit.
-        queue: orders the gathers of the units directly inside. Not of the unit itself, whose
-            parameters may be needed last, such as a head's.
-    """
-    forward = unit, queue
-    _running.forwards.append(forward)
+def running(unit: Unit) -> Iterator[None]:
+    """Add ``unit`` to ``running_units()`` inside the block, which runs its forward."""
+    _running.units.append(unit)
     try:
         with forward_code():
             yield
     finally:
-        _running.forwards.remove(forward)
+        _running.units.remove(unit)
 
 
 def running_units() -> list[Any]:
     """Return the units whose forward the calling thread is in, outermost first."""
-    return [unit for unit, _ in _running.forwards]
-
-
-def queue_around() -> GatherQueue | None:
-    """Return the queue of the innermost unit whose forward the calling thread is in."""
-    return _running.forwards[-1][1] if _running.forwards else None
+    return [*_running.units]
 
 
 # ---------------------------------------------------------------- the schedule
@@ -188,13 +154,8 @@ class Schedule:
         return [*inputs, *self._take_unfinished()]
 
     def after_loop(self, results: Sequence[Tensor]) -> None:
-        """Let the next gather wait for the ``results`` of a loop, and for no gather before it: XLA
-        overlaps no collective with a loop."""
-        backward = current_pass() != -1
-        self._last[backward] = list(results)
-        queue = queue_around()
-        if queue is not None and not backward:
-            queue.clear()
+        """Let the next gather wait for the ``results`` of a loop."""
+        self._last[current_pass() != -1] = list(results)
 
     # ------------------------------------------------------------ reductions
 

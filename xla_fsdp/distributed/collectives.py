@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Se
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -187,10 +187,6 @@ def _flat_together(run: Sequence[int], shapes: Mapping[int, Shape]) -> list[list
 RING = 2**18
 """Buckets of fewer elements are not sent around rings: their reduce-scatter takes little time."""
 
-Meanwhile = Literal["loop", "units", "step"]
-"""What is computed while a reduction travels: a loop's body, other units, or nothing but the
-optimizer's step."""
-
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by bytes of an element, in which adding zeros changes no bit (of NaN and -0 it
 would in floating point)."""
@@ -242,11 +238,11 @@ class Collectives(Protocol):
         of the mesh, ranks that hold the same experts."""
         ...
 
-    def in_rings(self, meanwhile: Meanwhile) -> Collectives:
-        """Return collectives whose reductions can overlap with what is computed meanwhile.
+    def in_rings(self) -> Collectives:
+        """Return collectives whose reductions can overlap with what a loop's body computes.
 
         They are the same ones where no such reductions are known. They take more memory, so they
-        are worth it only where something else is computed meanwhile.
+        are for loops only.
         """
         ...
 
@@ -320,13 +316,11 @@ class XlaCollectives:
             XlaCollectives(across, number, self.num_shards // size),
         )
 
-    def in_rings(self, meanwhile: Meanwhile) -> Collectives:
+    def in_rings(self) -> Collectives:
         if not self.follows_torus:
             return self
-        experts = None if self._experts is None else self._experts.in_rings(meanwhile)
-        return RingCollectives(
-            self.groups, self.rank, self.num_shards, self._steps, meanwhile, experts
-        )
+        experts = None if self._experts is None else self._experts.in_rings()
+        return RingCollectives(self.groups, self.rank, self.num_shards, self._steps, experts)
 
     def all_gather(self, bucket: Tensor) -> Tensor:
         return ops.all_gather(bucket, self.groups) if bucket.numel() else bucket
@@ -365,7 +359,6 @@ class RingCollectives(XlaCollectives):
 
     Args:
         groups, rank, num_shards, steps, experts: those of ``XlaCollectives``.
-        meanwhile: what the rings are to be hidden under.
     """
 
     def __init__(
@@ -374,37 +367,26 @@ class RingCollectives(XlaCollectives):
         rank: int,
         num_shards: int,
         steps: Sequence[Groups] | None = None,
-        meanwhile: Meanwhile = "loop",
         experts: Collectives | None = None,
     ) -> None:
         super().__init__(groups, rank, num_shards, steps, experts)
-        # The optimizer's step hides only what the first axis of the torus has made smaller.
-        self._first_ring = 1 if meanwhile == "step" else 0
-        # Outside of loops the compiler begins both ways at once, which takes memory.
-        self._both_ways = meanwhile == "loop"
         self._orders: dict[int, Tensor] = {}  # on the device, by step
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_orders": {}}  # device tensors are neither copied nor pickled
 
-    def went_around(self, total: Tensor) -> bool:
-        """Return whether ``total`` is the result of a reduction that was large enough for rings."""
-        return total.numel() * self.num_shards >= RING
-
     def reduce_scatter_product(
         self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
     ) -> Tensor:
         size, width = len(self._steps[0][0]), right.shape[-1]
-        if not self._goes_around(left.shape[-1] * width, 0):
+        if left.shape[-1] * width < RING:
             return super().reduce_scatter_product(left, right, finish)
         columns = left.reshape(len(left), size, -1)
 
         def summand(number: Tensor) -> Tensor:
             return finish(columns.index_select(1, number)[:, 0].t() @ right)[None]
 
-        rows = ring_reduce_scatter(
-            summand, self._steps[0], self._order(0), both_ways=self._both_ways
-        )
+        rows = ring_reduce_scatter(summand, self._steps[0], self._order(0))
         for step in range(1, len(self._steps)):
             chunks = rows.reshape(len(self._steps[step][0]), -1, width)
             rows = self._scatter(chunks, step, in_small_sends=True)
@@ -414,48 +396,39 @@ class RingCollectives(XlaCollectives):
         # A ring of 16 ranks is 15 sends, 1 MiB of code. A block has a ring for each matrix and axis
         # of the torus, so not if they would be small; the product of a head is one.
         small = 8 * chunks[0].numel() < RING
-        if not self._goes_around(chunks.numel(), step) or (small and not in_small_sends):
+        if chunks.numel() < RING or (small and not in_small_sends):
             return super()._scatter(chunks, step)
         summand = partial(chunks.index_select, 0)
-        return ring_reduce_scatter(
-            summand, self._steps[step], self._order(step), both_ways=self._both_ways
-        )
-
-    def _goes_around(self, size: int, step: int) -> bool:
-        return step >= self._first_ring and size >= RING
+        return ring_reduce_scatter(summand, self._steps[step], self._order(step))
 
     def _order(self, step: int) -> Tensor:
         # Uploaded once: each input of a program has a table in memory, and its slices code.
         if step not in self._orders:
             rank = ops.rank()
             [local_rank] = [ring.index(rank) for ring in self._steps[step] if rank in ring]
-            order = ring_order(len(self._steps[step][0]), local_rank, both_ways=self._both_ways)
+            order = ring_order(len(self._steps[step][0]), local_rank)
             self._orders[step] = ops.upload(order)
         return self._orders[step]
 
 
-def ring_order(size: int, local_rank: int, *, both_ways: bool) -> Tensor:
+def ring_order(size: int, local_rank: int) -> Tensor:
     """Return the ranks of a ring for whose chunks one of them computes summands, in turn, [size]
-    int32: first those for what is sent onward, ever nearer ones, its own last, then, ``both_ways``,
-    those for what is sent back."""
+    int32: first those for what is sent onward, ever nearer ones, its own last, then those for what
+    is sent back."""
     path = folded(size)
-    place, rounds = path.index(local_rank), _rounds(size, both_ways)
+    place, rounds = path.index(local_rank), size // 2
     ahead = [path[(place + rounds - step) % size] for step in range(rounds + 1)]
     behind = [path[(place + rounds + 1 + step) % size] for step in range(size - 1 - rounds)]
     return torch.tensor([*ahead, *behind], dtype=torch.int32)
 
 
-def _rounds(size: int, both_ways: bool) -> int:
-    return size // 2 if both_ways else size - 1
-
-
 def ring_reduce_scatter(
-    summand: Callable[[Tensor], Tensor], groups: Groups, order: Tensor, *, both_ways: bool
+    summand: Callable[[Tensor], Tensor], groups: Groups, order: Tensor
 ) -> Tensor:
     """Return this rank's chunk of the sum over its ring.
 
-    A partial sum of each chunk travels toward its rank, and grows at every rank on the way. With
-    ``both_ways`` there are two, one from either side: as many bytes are sent, in half as many
+    Two partial sums of each chunk travel toward its rank, one from either side, and grow at every
+    rank on the way. As many bytes are sent as by one that goes all the way around, in half as many
     rounds.
 
     Args:
@@ -472,7 +445,7 @@ def ring_reduce_scatter(
     path = folded(size)
     onward = [(ring[at], ring[to]) for ring in groups for at, to in pairwise([*path, path[0]])]
     back = [(to, at) for at, to in onward]
-    rounds = _rounds(size, both_ways)
+    rounds = size // 2
     steps_back = size - 1 - rounds
 
     def own(number: int) -> Tensor:
@@ -526,7 +499,7 @@ class LocalCollectives:
         """Return this object."""
         return self
 
-    def in_rings(self, meanwhile: Meanwhile) -> Collectives:
+    def in_rings(self) -> Collectives:
         """Return this object: nothing is communicated that compute could hide."""
         return self
 

@@ -272,7 +272,7 @@ class LinearInPieces:
     def _backward_loop(
         self, pieces: Pieces, rows: Tensor, by_class: Tensor, needs: Sequence[bool]
     ) -> Loop:
-        to_sum, by = self.group.reduction.to_sum, self.group.collectives.in_rings("loop")
+        to_sum, by = self.group.reduction.to_sum, self.group.collectives.in_rings()
 
         def body(values: list[Tensor]) -> list[Tensor]:
             sent, number, by_class, rows = values[-4:]

@@ -184,7 +184,6 @@ def _forward(
 ) -> _Forward:
     unit = call.first_unit
     with torch.no_grad():
-        unit.schedule.beside_loop = True
         before = unit.schedule.before_loop([x])
         # Free what computed x, such as an embedding's unsharded table, before large parameters are
         # stacked; otherwise both are in memory at once.

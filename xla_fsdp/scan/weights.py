@@ -69,7 +69,7 @@ class BlockWeights:
         self.prefetched = self.large[:1]
         self.gathered_late = self.large[1:]
         # Rings of point-to-point sends, which the compute of an iteration can hide.
-        self._rings = group.collectives.in_rings("loop")
+        self._rings = group.collectives.in_rings()
         counts = [len(param.originals) for param in group.params]
         self._originals = {
             at: range(start, start + count)

@@ -166,27 +166,6 @@ def test_every_gather_stands_behind_a_barrier(name: str) -> None:
     assert all(_is_behind_barrier(program, gather) for gather in program.all("all-gather"))
 
 
-ONLY_ORDERED = {"add", "convert", "get-tuple-element", "opt-barrier", "reshape", "tuple"}
-
-
-@pytest.mark.parametrize(("name", "for_each_unit"), [("nested", 1), ("one_each", 2 * LAYERS)])
-def test_units_in_forward_are_gathered_in_turn(name: str, for_each_unit: int) -> None:
-    """Each gather waits for the one before it, but not for the root's, which has a head if no unit
-    has it; in backward none does."""
-    program = programs()[name]
-    gathers = program.all("all-gather")
-    waited_for = [
-        source.name
-        for gather in gathers
-        for source in program.sources(gather, lambda each: each.op in ONLY_ORDERED)
-        if source.op == "all-gather"
-    ]
-    of_head = min(for_each_unit, 2)
-    assert len(waited_for) == len(set(waited_for)) == BLOCKS * for_each_unit + of_head - 1
-    root = gathers[0].name
-    assert root not in waited_for
-
-
 def test_no_barriers_means_none() -> None:
     assert programs()["no_barriers"].all("opt-barrier") == []
 
@@ -200,51 +179,3 @@ def test_second_gather_survives_optimization(tmp_path: Path) -> None:
         len(Program(dump.read_text()).all("all-gather", "all-gather-start")) for dump in dumps
     ]
     assert max(counts) == 2 * INNER_UNITS + 1
-
-
-def waits_for(rank: int) -> list[list[bool]]:
-    """Whether what enters a unit waits for the reductions of three units before it, the last one's
-    last: with large and with small gradients, and without rings."""
-    from xla_fsdp.distributed.collectives import RingCollectives, XlaCollectives
-    from xla_fsdp.fsdp.engine.schedule import Schedule
-    from xla_fsdp.xla import ops
-    from xla_fsdp.xla.loop import depends_on
-
-    groups = [[0, 1]]
-    ring = RingCollectives(groups, rank, 2, steps=[groups])
-    plain = XlaCollectives(groups, rank, 2, steps=[groups])
-    found = []
-    for rows, by in ((512, ring), (1, ring), (512, plain)):
-        sums = [ops.upload(torch.ones(rows, 256)) for _ in range(3)]
-        schedule = Schedule(ops.device())
-        schedule._passes.add(-1)  # as in a backward pass
-        for each in sums:
-            schedule.finish_first([each], by)
-        [ready] = schedule.after_rings([ops.upload(torch.ones(2))])
-        found.append([ready is not None and depends_on(ready, each) for each in sums])
-    return found
-
-
-def test_a_unit_waits_for_the_rings_of_all_units_but_the_last() -> None:
-    never = [False] * 3
-    for found in run_on_ranks(waits_for, 2):
-        assert found == [[True, True, False], never, never]
-
-
-def beside_loop(rank: int) -> list[bool]:
-    """Whether a unit reduces around rings: without a loop of blocks in the model, and with one."""
-    from xla_fsdp.distributed.collectives import RingCollectives, XlaCollectives
-    from xla_fsdp.fsdp.engine.schedule import Schedule
-    from xla_fsdp.xla import ops
-
-    groups = [[0, 1]]
-    own = XlaCollectives(groups, rank, 2, steps=[groups])
-    schedule = Schedule(ops.device())
-    assert schedule.to_check is not None  # what units hold is checked in the ranks of tests
-    found = [isinstance(schedule.collectives_for(own, of_root=False), RingCollectives)]
-    schedule.beside_loop = True
-    return [*found, isinstance(schedule.collectives_for(own, of_root=False), RingCollectives)]
-
-
-def test_units_around_a_loop_use_no_rings() -> None:
-    assert run_on_ranks(beside_loop, 2) == [[True, False]] * 2

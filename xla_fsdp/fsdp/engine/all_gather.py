@@ -25,7 +25,7 @@ from xla_fsdp.distributed.collectives import (
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
-from xla_fsdp.fsdp.engine.schedule import GatherQueue, ScheduleLog
+from xla_fsdp.fsdp.engine.schedule import ScheduleLog
 from xla_fsdp.fsdp.engine.scopes import in_phase
 from xla_fsdp.xla import ops
 
@@ -89,20 +89,13 @@ class AllGather:
             return dict(zip(buckets, packed, strict=True))
 
     @in_phase("all-gather")
-    def unshard(
-        self, packed: Mapping[Bucket, Tensor], queue: GatherQueue | None = None
-    ) -> list[Tensor]:
+    def unshard(self, packed: Mapping[Bucket, Tensor]) -> list[Tensor]:
         """Return the unsharded tensors of all original parameters, in the compute dtype.
 
         Args:
             packed: the result of ``pack``.
-            queue: orders the gathers, if given.
         """
-
-        def gather(by: Collectives, sent: Tensor) -> Tensor:
-            return by.all_gather(sent) if queue is None else queue.gather(by.all_gather, sent)
-
-        return self._unshard(packed, gather)
+        return self._unshard(packed, lambda by, sent: by.all_gather(sent))
 
     @in_phase("all-gather")
     def gather_larger(self, packed: Mapping[Bucket, Tensor]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from xla_fsdp.fsdp.engine.param import FSDPParam, remember
 from xla_fsdp.fsdp.engine.param_guards import Reshard, package_code, reopen
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
 from xla_fsdp.fsdp.engine.registry import remember_group
-from xla_fsdp.fsdp.engine.schedule import GatherQueue, ScheduleLog
+from xla_fsdp.fsdp.engine.schedule import ScheduleLog
 from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.xla import ops
 
@@ -251,12 +251,7 @@ class FSDPParamGroup:
 
     @package_code()  # a backward pass inside of a forward gathers, too
     def unshard(
-        self,
-        before: Sequence[Tensor],
-        *,
-        again: bool,
-        to_post_forward_shards: bool,
-        queue: GatherQueue | None = None,
+        self, before: Sequence[Tensor], *, again: bool, to_post_forward_shards: bool
     ) -> Unsharded:
         """Gather the parameters.
 
@@ -264,11 +259,10 @@ class FSDPParamGroup:
             before: tensors to be computed first.
             again: whether the program has gathered the same shards already.
             to_post_forward_shards: gather larger shards first, and the parameters from these.
-            queue: orders the gathers among those of other units, unless of larger shards.
         """
         packed = self.gather.pack(before, again=again)
         if not to_post_forward_shards:
-            return Unsharded(self.gather.unshard(packed, queue))
+            return Unsharded(self.gather.unshard(packed))
         larger = self.gather.gather_larger(packed)
         return Unsharded(self.gather.unshard_larger(larger), larger)
 
@@ -323,10 +317,7 @@ class FSDPParamGroup:
         return not (self.has_unreduced or self.waits_for_replicas or self.reduction.has_hooks)
 
     def reduce(
-        self,
-        grads: Sequence[Tensor | None],
-        early: ReducedBuckets | None = None,
-        by: Collectives | None = None,
+        self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
     ) -> Reduced:
         """Return averaged gradients of the shards, with unreduced gradients of earlier passes.
 
@@ -336,10 +327,9 @@ class FSDPParamGroup:
         Args:
             grads: unsharded gradients, one for each original parameter.
             early: gradients of other parameters that were reduce-scattered before.
-            by: collectives to use (default: the unit's own).
         """
         reduction = self.reduction
-        sums = reduction.scatter(self._with_unreduced(grads), by=by)
+        sums = reduction.scatter(self._with_unreduced(grads))
         for more in (early, self._not_all_reduced):
             sums = reduction.add(more, sums) if more else sums
         self._not_all_reduced = {}

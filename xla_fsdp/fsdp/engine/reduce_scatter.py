@@ -137,10 +137,9 @@ class ReduceScatter:
         return {each: self._scatter(each, packed, by, self._params) for each in buckets}
 
     @in_phase("reduce-scatter")
-    def scatter_alone(self, number: int, grad: Tensor, by: Collectives) -> ReducedBuckets:
-        """Reduce-scatter the gradient of original parameter ``number``, one of ``alone``, by these
-        collectives."""
-        return self.scatter({number: grad}, [self.alone[number]], by)
+    def scatter_alone(self, number: int, grad: Tensor) -> ReducedBuckets:
+        """Reduce-scatter the gradient of original parameter ``number``, one of ``alone``."""
+        return self.scatter({number: grad}, [self.alone[number]])
 
     def as_bucket(self, at: int, total: Tensor) -> ReducedBuckets:
         """Return the result of ``scatter`` for parameter ``at``, reduced elsewhere, [rows, width],

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from xla_fsdp.distributed.collectives import Collectives, Meanwhile, RingCollectives
 from xla_fsdp.fsdp.engine.param_guards import Dummies, forward_code
 from xla_fsdp.fsdp.engine.scopes import backward_scopes, current_pass
 from xla_fsdp.xla import ops
@@ -46,62 +45,28 @@ class Deferred(Protocol):
 # ---------------------------------------------------------------- forwards that run
 
 
-class GatherQueue:
-    """Starts each gather of several units after the one before it has ended.
-
-    The TPU compiler lets one gather travel at a time, under matrix products only, but takes other
-    operations for something to hide it under, too. Without an order it prepares what two units send
-    at one place, between other units, and "hides" the first gather of every second unit there.
-    """
-
-    def __init__(self) -> None:
-        self._gathered: list[Tensor] = []
-
-    def gather(self, gather: Callable[[Tensor], Tensor], sent: Tensor) -> Tensor:
-        """Return ``gather(sent)``, after the gather before it."""
-        gathered = gather(ops.barrier_after_(self._gathered, [sent.clone()])[0])
-        self._gathered = [gathered]
-        return gathered
-
-    def clear(self) -> None:
-        """Let the next gather wait for none before it."""
-        self._gathered = []
-
-
 class _Running(threading.local):
     def __init__(self) -> None:
-        self.forwards: list[tuple[Any, GatherQueue | None]] = []  # outermost first
+        self.units: list[Any] = []  # outermost first
 
 
 _running = _Running()
 
 
 @contextlib.contextmanager
-def running(unit: Unit, queue: GatherQueue | None = None) -> Iterator[None]:
-    """Add ``unit`` to ``running_units()`` inside the block, which runs its forward.
-
-    Args:
-        unit: the unit.
-        queue: orders the gathers of the units directly inside. Not of the unit itself, whose
-            parameters may be needed last, such as a head's.
-    """
-    forward = unit, queue
-    _running.forwards.append(forward)
+def running(unit: Unit) -> Iterator[None]:
+    """Add ``unit`` to ``running_units()`` inside the block, which runs its forward."""
+    _running.units.append(unit)
     try:
         with forward_code():
             yield
     finally:
-        _running.forwards.remove(forward)
+        _running.units.remove(unit)
 
 
 def running_units() -> list[Any]:
     """Return the units whose forward the calling thread is in, outermost first."""
-    return [unit for unit, _ in _running.forwards]
-
-
-def queue_around() -> GatherQueue | None:
-    """Return the queue of the innermost unit whose forward the calling thread is in."""
-    return _running.forwards[-1][1] if _running.forwards else None
+    return [*_running.units]
 
 
 # ---------------------------------------------------------------- the schedule
@@ -117,8 +82,6 @@ class Schedule:
     Attributes:
         dummies: the data of parameters that units have freed.
         has_units: whether there are units inside of the root.
-        beside_loop: whether blocks of the model run as a loop; units around it then use no rings,
-            which would only take memory, as XLA overlaps no collective with a loop.
         is_last: False if more backward passes follow before the optimizer step; the first gather
             of the next pass then waits for what is unfinished at the end of this one.
         deferred: what is to run before the forward of a unit ends, if it has not run by then.
@@ -130,7 +93,6 @@ class Schedule:
     def __init__(self, device: torch.device, *, sync_on_end: bool = False) -> None:
         self.dummies = Dummies(device)
         self.has_units = False
-        self.beside_loop = False
         self.is_last = True
         self.deferred: list[Deferred] = []
         # A list, not a set: all ranks must reduce in the same order.
@@ -140,11 +102,6 @@ class Schedule:
         # backward pass, which has an order of its own.
         self._last: dict[bool, list[Tensor]] = {False: [], True: []}
         self._unfinished: list[Tensor] = []
-        # One for all units among the same ranks, as each has inputs of the program.
-        self._rings: dict[tuple[Hashable, Meanwhile], Collectives] = {}
-        self._in_rings: list[Tensor] = []  # sums of the latest unit
-        self._in_rings_before: list[Tensor] = []
-        self._reduced_in = -1  # number of the backward pass in which a unit last reduced
         # Numbers of the backward passes that run, or have raised: reentrant checkpoints run passes
         # inside passes.
         self._passes: set[int] = set()
@@ -197,63 +154,17 @@ class Schedule:
         return [*inputs, *self._take_unfinished()]
 
     def after_loop(self, results: Sequence[Tensor]) -> None:
-        """Let the next gather wait for the ``results`` of a loop, and for no gather before it: XLA
-        overlaps no collective with a loop."""
-        backward = current_pass() != -1
-        self._last[backward] = list(results)
-        queue = queue_around()
-        if queue is not None and not backward:
-            queue.clear()
+        """Let the next gather wait for the ``results`` of a loop."""
+        self._last[current_pass() != -1] = list(results)
 
     # ------------------------------------------------------------ reductions
 
-    def finish_first(self, tensors: Iterable[Tensor], by: Collectives | None = None) -> None:
+    def finish_first(self, tensors: Iterable[Tensor]) -> None:
         """Let the next gather of the current backward pass wait for ``tensors`` (reduced gradients,
         gradients of inputs, stepped shards), as their units' parameters would else still be in
-        memory.
-
-        Args:
-            tensors: what is to be computed.
-            by: the collectives that reduce them. The compiler ends rings as late as it may, and
-                they hold unsharded gradients meanwhile, so the unit after the next one waits for
-                those that come from rings.
-        """
+        memory."""
         self.ensure_end_of_pass_callback()
-        found = list(tensors)
-        self._unfinished += found
-        if isinstance(by, RingCollectives):
-            self._in_rings_before += self._in_rings
-            self._in_rings = [each for each in found if by.went_around(each)]
-
-    def after_rings(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients that enter a unit, not available before rings that should have ended:
-        all but those of the unit before it."""
-        before, self._in_rings_before = self._in_rings_before, []
-        # Not by a barrier, which the compiler drops before it schedules.
-        ready = iter(ops.with_data_dependency(before, [grad for grad in grads if grad is not None]))
-        return [None if grad is None else next(ready) for grad in grads]
-
-    def collectives_for(self, own: Collectives, *, of_root: bool) -> Collectives:
-        """Return the collectives that reduce the gradients of a unit.
-
-        The TPU compiler leaves reduce-scatters blocking, but hides rings under compute: those of
-        one unit while the next one computes.
-
-        Args:
-            own: of the unit.
-            of_root: whether it is a root, of which some gradients are reduced early. A head is
-                followed by all units, which can hide rings, an embedding by none.
-        """
-        has_reduced, now = self._reduced_in == current_pass(), current_pass()
-        if not of_root:
-            self._reduced_in = now
-        if self.beside_loop or (of_root and not self.has_units):
-            return own
-        meanwhile: Meanwhile = "step" if of_root and has_reduced else "units"
-        key = own.key, meanwhile
-        if key not in self._rings:
-            self._rings[key] = own.in_rings(meanwhile)
-        return self._rings[key]
+        self._unfinished += tensors
 
     # ------------------------------------------------------------ ends of passes
 
@@ -334,10 +245,9 @@ class Schedule:
     def _clear(self) -> None:
         """Drop what backward has stored; as live tensors it would become outputs of programs."""
         self._last[True], self._unfinished = [], []
-        self._in_rings, self._in_rings_before = [], []
 
     def _check(self, units: Sequence[Unit]) -> None:
-        stored = [*self._last[True], *self._unfinished, *self._in_rings, *self._in_rings_before]
+        stored = [*self._last[True], *self._unfinished]
         problems = [f"the schedule keeps {len(stored)} tensors"] * bool(stored and self.is_last)
         problems += [f"{unit} waits for another end" for unit in self._holding]
         problems += [each for unit in units for each in unit.problems()]

@@ -48,14 +48,7 @@ from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import Reshard, forward_code, package_code
 from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
 from xla_fsdp.fsdp.engine.registry import register_unsharded_views
-from xla_fsdp.fsdp.engine.schedule import (
-    GatherQueue,
-    Schedule,
-    ScheduleLog,
-    queue_around,
-    running,
-    running_units,
-)
+from xla_fsdp.fsdp.engine.schedule import Schedule, ScheduleLog, running, running_units
 from xla_fsdp.fsdp.engine.scopes import backward_scopes, current_pass, in_phase
 from xla_fsdp.fsdp.engine.shard_tensor import refuse_shards
 from xla_fsdp.fsdp.engine.transitions import (
@@ -141,7 +134,6 @@ class ForwardPass:
         saved: saved-tensor hooks of the forward.
         running: numbers of the modules whose forward runs.
         done: numbers of the modules whose forward has returned.
-        queue: orders the gathers of the units directly inside.
     """
 
     call: ForwardCall
@@ -149,7 +141,6 @@ class ForwardPass:
     saved: SavedParams
     running: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
-    queue: GatherQueue = field(default_factory=GatherQueue)
 
 
 class FSDPState:
@@ -534,7 +525,7 @@ class FSDPState:
         current.running.add(part)
         try:
             hooks = current.saved.hooks() if current.call.reshards else nullcontext()
-            with running(self, current.queue), hooks:
+            with running(self), hooks:
                 outputs = forward()
                 self.schedule.end_deferred()
             result = self._connect_outputs(call, outputs, current.saved, current.for_backward)
@@ -576,9 +567,7 @@ class FSDPState:
             return group.copies(), []
         if found := group.take_prefetched():
             return found.params, found.post_forward_shards
-        ordered = not again and self.config.optimization_barrier_in_forward
-        queue = queue_around() if ordered else None
-        gathered = group.unshard(before, again=again, to_post_forward_shards=larger, queue=queue)
+        gathered = group.unshard(before, again=again, to_post_forward_shards=larger)
         return gathered.params, gathered.post_forward_shards
 
     def _connect_outputs(
@@ -661,7 +650,7 @@ class FSDPState:
             else:
                 self._unshard_until_end_of_pass(self._unshard_for_backward(before, saved))
             _prefetch(settings.backward_prefetch, before, in_backward=True)
-        ready = self._tie_grads(self.schedule.after_rings(grads))
+        ready = self._tie_grads(grads)
         backward_scopes.enter(self, self.log.unit)
         return ready
 
@@ -688,10 +677,9 @@ class FSDPState:
         return None; return ``grad`` if more is needed for it, such as later passes."""
         if not self.reduces_plainly:
             return grad
-        by = self.schedule.collectives_for(self.group.collectives, of_root=True)
-        found = self.group.reduction.scatter_alone(number, grad, by)
+        found = self.group.reduction.scatter_alone(number, grad)
         call.add_reduced_early(found)
-        self.schedule.finish_first(found.values(), by)
+        self.schedule.finish_first(found.values())
         return None
 
     @property
@@ -726,13 +714,10 @@ class FSDPState:
             self.group.leave_unreduced(grads)
             self._remember_unreduced()
             return [None] * len(self.group.params)
-        by = self.group.collectives
-        if not (self.settings.is_root or self.group.reduction.has_hooks):
-            by = self.schedule.collectives_for(by, of_root=False)
-        reduced = self.group.reduce(grads, early, by)
+        reduced = self.group.reduce(grads, early)
         if self.group.has_unreduced:  # the all-reduce over replicas is still to come
             self._remember_unreduced()
-        self.schedule.finish_first(reduced.sums, by)
+        self.schedule.finish_first(reduced.sums)
         return reduced.grads
 
     def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -33,7 +33,7 @@ class ChunkedWeights:
     def __init__(self, group: FSDPParamGroup, *, rings: bool) -> None:
         self.group = group
         self._numbers = _numbers(group)
-        self._reduce_by = group.collectives.in_rings("loop") if rings else group.collectives
+        self._reduce_by = group.collectives.in_rings() if rings else group.collectives
 
     @property
     def num_ranks(self) -> int:

@@ -38,7 +38,6 @@ from xla_fsdp.checkpoint.files.copying import Verifier, find_damage
 from xla_fsdp.checkpoint.files.outputs import (
     BytesOutput,
     FilesJob,
-    Job,
     Output,
     TorchOutput,
     WriteOptions,
@@ -344,7 +343,7 @@ def merge_shards(
     return full_checkpoint(plan, same), verifiers
 
 
-def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> Job:
+def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> FilesJob:
     """Return the job that writes the merged shards.
 
     Raises:

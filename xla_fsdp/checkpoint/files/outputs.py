@@ -326,52 +326,16 @@ def _final_names(begun: Sequence[tuple[Output, str]]) -> Iterator[None]:
         raise CheckpointError(lines) from error
 
 
-# ---------------------------------------------------------------- jobs
-
-
-class Job(ABC):
-    """A planned output, which can be checked and described without changing anything; ``content``
-    tells the user what is in it."""
-
-    content: object
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """The approximate number of bytes to write."""
-
-    @abstractmethod
-    def find_problems(self, *, overwrite: bool) -> list[str]:
-        """Return one line for each reason why it cannot be written."""
-
-    @abstractmethod
-    def describe(self) -> Iterator[str]:
-        """Yield lines that tell the user what would be written."""
-
-    @abstractmethod
-    def write(self, options: WriteOptions) -> None:
-        """Write it; raise ``CheckpointError`` if that fails or a tensor is damaged."""
-
-    def run(self, options: WriteOptions) -> None:
-        """Check and write.
-
-        Raises:
-            CheckpointError: with every problem found; no file has its final name then.
-        """
-        raise_if(self.find_problems(overwrite=options.overwrite))
-        self.write(options)
-
-
 @dataclass(frozen=True)
-class FilesJob(Job):
-    """Writes a list of files.
+class FilesJob:
+    """Planned files, which can be checked and described without changing anything.
 
     Args:
         outputs: in the order in which they get their names.
         verifiers: of the tensors that the outputs read.
         make_directories: whether to create missing directories.
         sources: paths of the shard files, which are never replaced.
-        content: for the user.
+        content: tells the user what is in them.
         older: files of an earlier merge that a reader would take for parts of this one; they are
             deleted after it, if existing files may be replaced.
     """
@@ -385,9 +349,11 @@ class FilesJob(Job):
 
     @property
     def nbytes(self) -> int:
+        """The approximate number of bytes to write."""
         return sum(output.nbytes for output in self.outputs)
 
     def find_problems(self, *, overwrite: bool) -> list[str]:
+        """Return one line for each reason why they cannot be written."""
         mixed = [] if overwrite else [f"{path}: {MIXED}" for path in self.older]
         paths = [*(output.path for output in self.outputs), *self.older]
         return [
@@ -400,6 +366,7 @@ class FilesJob(Job):
         ]
 
     def describe(self) -> Iterator[str]:
+        """Yield lines that tell the user what would be written."""
         for output in self.outputs:
             tensors = (
                 f", {len(output.tensors)} tensors" if isinstance(output, SafetensorsOutput) else ""
@@ -408,7 +375,17 @@ class FilesJob(Job):
         for path in self.older:
             yield f"would remove {path}"
 
+    def run(self, options: WriteOptions) -> None:
+        """Check and write.
+
+        Raises:
+            CheckpointError: with every problem found; no file has its final name then.
+        """
+        raise_if(self.find_problems(overwrite=options.overwrite))
+        self.write(options)
+
     def write(self, options: WriteOptions) -> None:
+        """Write them; raise ``CheckpointError`` if that fails or a tensor is damaged."""
         write_outputs(self.outputs, options, self.verifiers)
         for path in self.older:
             folder, name = split_path(path)

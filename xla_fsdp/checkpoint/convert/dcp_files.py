@@ -66,6 +66,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     read_small_file,
 )
 from xla_fsdp.checkpoint.files.torch_file import Bytes, read_records, read_torch, write_skeleton
+from xla_fsdp.checkpoint.format.codec import json_value
 from xla_fsdp.checkpoint.format.records import (
     GroupRecord,
     MemberRecord,
@@ -74,7 +75,6 @@ from xla_fsdp.checkpoint.format.records import (
     ShardMetadata,
     StateEntry,
     StateKind,
-    json_value,
     state_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import DCP_METADATA, Shard

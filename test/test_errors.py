@@ -32,8 +32,6 @@ RAISE_AGAIN = {
 TAKE_ALL = {
     "checkpoint/convert/dcp_files.py _checked_metadata": 1,
     "checkpoint/convert/dcp_files.py _item": 1,
-    "checkpoint/convert/dcp_files.py create_stream": 1,
-    "checkpoint/convert/dcp_files.py resolve_data": 1,
     "checkpoint/files/remote_storage.py _write": 2,
     "checkpoint/files/remote_storage.py _write_parts": 1,
     "checkpoint/files/remote_storage.py put": 1,

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -31,6 +31,7 @@ from test.common.shard_maker import FullModel, bits, run, snapshot
 from xla_fsdp.checkpoint import CheckpointError, find_problems, open_shard
 from xla_fsdp.checkpoint.convert import dcp_files
 from xla_fsdp.checkpoint.convert.consolidate import load_model, merge_shards
+from xla_fsdp.checkpoint.files import outputs
 from xla_fsdp.checkpoint.format.records import StateKind
 
 pytestmark = pytest.mark.filterwarnings(
@@ -298,7 +299,8 @@ def test_directories_of_python_3_13_are_read(
     shutil.copytree(exported, tmp_path / "d")
     monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)
     monkeypatch.setattr(pathlib.PosixPath, "__module__", "pathlib._local")
-    edit(lambda metadata: None)(tmp_path / "d")
+    path = tmp_path / "d"
+    edit(lambda metadata: setattr(metadata, "storage_meta", StorageMeta(path)))(path)
     assert b"pathlib._local" in (tmp_path / "d" / ".metadata").read_bytes()
     assert run("--ckpt_prefix", tmp_path / "d", "--save_path", tmp_path / "full.pth") == 0
 
@@ -536,42 +538,31 @@ def test_a_written_directory_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
     verify: bool,
 ) -> None:
-    save = dcp_files._save
+    copy = outputs.copy
+    weight = bits({"": trained(0)[0].norm.weight})[""][2]
 
-    def save_on_a_failing_disk(full: Any, path: str, options: Any, **more: Any) -> Any:
-        written = save(full, path, options, **more)
-        weight = bits({"": trained(0)[0].norm.weight})[""][2]
-        (file,) = (each for each in Path(path).iterdir() if weight in each.read_bytes())
-        file.write_bytes(file.read_bytes().replace(weight, bytes(len(weight))))
-        return written
+    def copy_to_a_failing_disk(tasks: Any, **options: Any) -> Any:
+        crcs = copy(tasks, **options)
+        (path,) = {Path(task.path) for task in tasks}
+        assert weight in path.read_bytes()
+        path.write_bytes(path.read_bytes().replace(weight, bytes(len(weight))))
+        return crcs
 
     arguments = ["--ckpt_prefix", exported, "--save_path", tmp_path / "d", "--format", "dcp"]
     arguments += ["--verify"] if verify else []
     assert run(*arguments) == 0
     shutil.rmtree(tmp_path / "d")
-    monkeypatch.setattr(dcp_files, "_save", save_on_a_failing_disk)
+    monkeypatch.setattr(outputs, "copy", copy_to_a_failing_disk)
     capsys.readouterr()
     assert run(*arguments) == (2 if verify else 0)
     if verify:
-        assert f"{tmp_path}/d: model.norm.weight cannot be read: its" in capsys.readouterr().err
+        assert re.search(
+            f"{tmp_path}/d/__0_0.distcp: bytes from \\d+ on are not what was written there",
+            capsys.readouterr().err,
+        )
         assert list(tmp_path.iterdir()) == []
         return
     assert run("inspect", "--ckpt_prefix", tmp_path / "d", "--verify") == 2
     out, err = capsys.readouterr()
     assert f"{tmp_path}/d: model.norm.weight cannot be read: its file is damaged" in err
     assert re.search(r"verified \d+ tensors; 0 have no checksum", out)
-
-
-def test_another_tensor_in_a_sound_item_is_found(
-    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    save = dcp_files._save
-
-    def other(full: Any, path: str, options: Any, **more: Any) -> Any:
-        return {index: crc ^ 1 for index, crc in save(full, path, options, **more).items()}
-
-    monkeypatch.setattr(dcp_files, "_save", other)
-    arguments = ["--ckpt_prefix", exported, "--save_path", tmp_path / "d", "--format", "dcp"]
-    assert run(*arguments, "--verify") == 2
-    assert "model.norm.weight is not what was written there" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

@@ -135,12 +135,13 @@ def test_earlier_versions_are_still_read_and_written() -> None:
 
 def test_hyperparameters_are_written_as_json_values() -> None:
     tuples = OptimizerRecord((GroupRecord(("w",), {"betas": (0.9, 0.99)}),), {})
-    assert tuples.to_dict()["groups"][0]["options"] == {"betas": [0.9, 0.99]}
+    written = some_metadata(optimizer=tuples).to_dict()["optimizer"]
+    assert written["groups"][0]["options"] == {"betas": [0.9, 0.99]}
     tensor = OptimizerRecord((GroupRecord(("w",), {"lr": torch.ones(())}),), {})
     with pytest.raises(
         CheckpointError, match=r"optimizer\.groups\.0\.options\.lr is Tensor; expec"
     ):
-        tensor.to_dict()
+        some_metadata(optimizer=tensor).to_dict()
 
 
 def test_names_in_a_file_never_meet() -> None:
@@ -189,7 +190,7 @@ def deep(levels: int) -> list[Any]:
         ({"world_size": 0}, "rank 0 of world_size 0 is impossible"),
         ({"params": {}}, "params is dict, expected list"),
         ({"params": [3]}, "params.0 is int, expected dict"),
-        ({"params": [{}]}, "params.0.members is missing"),
+        ({"params": [{}]}, "params.0.key is missing"),
         ({"params": [record(key=1)]}, "params.0.key is int, expected str"),
         ({"params": [record(dtype="float33")]}, "w: dtype 'float33' is not a torch dtype"),
         ({"params": [record(dtype="nn")]}, "w: dtype 'nn' is not a torch dtype"),

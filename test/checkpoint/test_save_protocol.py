@@ -448,7 +448,7 @@ EMPTY_MARKER = Marker(step=1, world_size=2, files={}, job="one").to_bytes()
         (b"", "Expecting value"),
         (b"[]", "content is list, expected dict"),
         (b'{"format": "xla_fsdp checkpoint", "version": 3}', "version 3, expected"),
-        (b'{"format": "xla_fsdp checkpoint", "version": 1, "step": 1}', "files is missing"),
+        (b'{"format": "xla_fsdp checkpoint", "version": 1, "step": 1}', "world_size is missing"),
         (EMPTY_MARKER, "the marker lists no files; expected one for each of 2 ranks"),
     ],
 )

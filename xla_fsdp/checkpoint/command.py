@@ -33,7 +33,7 @@ from xla_fsdp.checkpoint.convert.read_model import INDEX, open_model
 from xla_fsdp.checkpoint.convert.reshard_files import plan_reshard, step_of
 from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, listed, one_line, raise_if
 from xla_fsdp.checkpoint.files.copying import Progress, default_threads
-from xla_fsdp.checkpoint.files.outputs import Job, WriteOptions
+from xla_fsdp.checkpoint.files.outputs import FilesJob, WriteOptions
 from xla_fsdp.checkpoint.files.storage import open_storage
 from xla_fsdp.checkpoint.format.consistency import describe_shards, verify_shards
 from xla_fsdp.checkpoint.format.plan import absent_names
@@ -163,7 +163,7 @@ def _found(args: Namespace, shards: Sequence[Shard]) -> str:
     return one_line(describe_found(sources, args.ckpt_prefix, args.ckpt_suffix))
 
 
-def _job(args: Namespace, shards: Sequence[Shard], output: str, options: MergeOptions) -> Job:
+def _job(args: Namespace, shards: Sequence[Shard], output: str, options: MergeOptions) -> FilesJob:
     if args.to_world_size is None:
         return plan_merge(shards, output, options)
     return plan_reshard(

@@ -24,6 +24,7 @@ from xla_fsdp.checkpoint.convert.model_files import (
     Kind,
     Layout,
     Rule,
+    dcp_content,
     in_dtype,
     kind_of,
     model_outputs,
@@ -37,7 +38,7 @@ from xla_fsdp.checkpoint.files.copying import Verifier, find_damage
 from xla_fsdp.checkpoint.files.outputs import (
     BytesOutput,
     FilesJob,
-    Job,
+    Output,
     TorchOutput,
     WriteOptions,
     find_output_problems,
@@ -342,7 +343,7 @@ def merge_shards(
     return full_checkpoint(plan, same), verifiers
 
 
-def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> Job:
+def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> FilesJob:
     """Return the job that writes the merged shards.
 
     Raises:
@@ -357,9 +358,11 @@ def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -
     if options.dtype is not None:
         full = in_dtype(full, options.dtype)
     kind = options.kind or kind_of(save_path)
-    if kind is Kind.DCP:
-        return _dcp_job(full, save_path, verifiers, torchtitan=options.layout.torchtitan)
-    outputs = model_outputs(full, save_path, kind, options.layout)
+    outputs: list[Output] = (
+        [_dcp_output(save_path, dcp_content(full, options.layout), options.layout)]
+        if kind is Kind.DCP
+        else model_outputs(full, save_path, kind, options.layout)
+    )
     return FilesJob(
         outputs,
         verifiers,
@@ -370,12 +373,10 @@ def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -
     )
 
 
-def _dcp_job(
-    full: FullCheckpoint, path: str, verifiers: Sequence[Verifier], *, torchtitan: bool
-) -> Job:
-    from xla_fsdp.checkpoint.convert.dcp_files import DcpJob  # imports much of torch.distributed
+def _dcp_output(path: str, content: Mapping[str, Any], layout: Layout) -> Output:
+    from xla_fsdp.checkpoint.convert.dcp_files import DcpOutput  # imports much of torch.distributed
 
-    return DcpJob(full, path, verifiers, torchtitan)
+    return DcpOutput(path.rstrip(os.sep), content, layout.max_shard_size)
 
 
 def load_model(full: FullCheckpoint) -> OrderedDict[str, Any]:
@@ -432,8 +433,8 @@ def _find_path_problems(
                 f"{run}{OUTPUT_MARK}.pth"
             ]
     if kind is Kind.DCP:
-        job = _dcp_job(FullCheckpoint({}, {}, None), output, (), torchtitan=False)
-        return job.find_problems(overwrite=overwrite)
+        directory = _dcp_output(output, {}, Layout())
+        return find_output_problems([directory], overwrite=overwrite, make_directories=False)
     if kind is Kind.DIRECTORY:
         inside = BytesOutput(os.path.join(output, "model.safetensors"), b"")
         return find_output_problems([inside], overwrite=True, make_directories=True)

@@ -7,8 +7,7 @@ copy. A directory is read as the shard of the only rank, to be merged or reshard
 Invariants: loading runs no code: of the pickle ``.metadata`` only DCP's own classes are accepted,
 and none of them is called; no path leads out of the directory. What is read is
 verified: items by the CRC-32s of their archives, the metadata against itself and the items. A
-tensor is read on demand, but as a unit; writing takes at most ``ITEM`` bytes per thread (or one row
-of dim 0, if that is larger).
+tensor is read on demand, but as a unit.
 """
 
 from __future__ import annotations
@@ -16,45 +15,37 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
 import re
 import secrets
-import shutil
-import warnings
 import zipfile
-import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from threading import Lock, Thread, current_thread
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
+    TensorStorageMetadata,
 )
 
-from xla_fsdp.checkpoint.convert.model_files import dcp_content
 from xla_fsdp.checkpoint.convert.reshard import shard_of
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     checked_shape,
     dtype_name,
     dtype_named,
-    failing,
     item,
     listed,
     prefixed,
@@ -62,17 +53,9 @@ from xla_fsdp.checkpoint.errors import (
     shown,
     typed,
 )
-from xla_fsdp.checkpoint.files.copying import Progress, Verifier, default_threads, find_damage
-from xla_fsdp.checkpoint.files.outputs import Job, WriteOptions, drop_page_cache, find_url_problems
+from xla_fsdp.checkpoint.files.copying import CopyTask
+from xla_fsdp.checkpoint.files.outputs import Output
 from xla_fsdp.checkpoint.files.pickle_values import Global, Keys, Object, read_pickle
-from xla_fsdp.checkpoint.files.storage import (
-    EXISTS,
-    AtomicFiles,
-    find_special,
-    is_url,
-    remove_abandoned,
-    sync,
-)
 from xla_fsdp.checkpoint.files.tensor_source import (
     LocalFile,
     TensorSource,
@@ -82,8 +65,8 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     read_bytes,
     read_small_file,
 )
-from xla_fsdp.checkpoint.files.torch_file import Bytes, read_records, read_torch
-from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint
+from xla_fsdp.checkpoint.files.torch_file import Bytes, read_records, read_torch, write_skeleton
+from xla_fsdp.checkpoint.format.codec import json_value
 from xla_fsdp.checkpoint.format.records import (
     GroupRecord,
     MemberRecord,
@@ -92,247 +75,104 @@ from xla_fsdp.checkpoint.format.records import (
     ShardMetadata,
     StateEntry,
     StateKind,
-    json_value,
     state_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import DCP_METADATA, Shard
 from xla_fsdp.checkpoint.steps.step_directory import is_step_file
 from xla_fsdp.distributed.shard_layout import LANES
 
-ITEM = 1 << 26  # bytes of a tensor that a thread has in memory while writing
+ITEM = 1 << 26  # bytes of a part of a tensor, or one row of dim 0, if that is larger
 
 _PRIME = (1 << 127) - 1
 _END_MAGIC = b"PK\x05\x06"  # of the last 22 bytes of a zip archive without a comment
 
 
 @dataclass(frozen=True)
-class DcpJob(Job):
-    """Writes a full checkpoint into a new directory, whose parent exists; ``torchtitan`` as of
-    ``Layout``."""
+class DcpOutput(Output):
+    """A directory, whose parent exists.
 
-    content: FullCheckpoint
-    directory: str
-    verifiers: Sequence[Verifier] = field(repr=False)
-    torchtitan: bool = False
+    Args:
+        path: of the directory, without a slash at its end.
+        content: nested dicts and lists, with a ``TensorSource`` in place of each tensor.
+        limit: bytes of a file of tensors, after which the next one begins.
+    """
+
+    path: str
+    content: Mapping[str, Any]
+    limit: int
+    is_directory = True
 
     @property
     def nbytes(self) -> int:
-        states = self.content.optimizer.tensors() if self.content.optimizer else {}
-        values = [
-            *self.content.model.values(),
-            *(each for s in states.values() for each in s.values()),
+        return sum(v.spec.nbytes for _, v in self._leaves() if isinstance(v, TensorSource))
+
+    def irreplaceable(self) -> list[str]:
+        if not os.path.isdir(self.path):
+            return []
+        with os.scandir(self.path) as entries:
+            strange = sorted(
+                each.name
+                for each in entries
+                if not each.is_file(follow_symlinks=False) or is_step_file(each.name)
+            )
+        return [
+            f"{self.path}: holds {name}, which is no regular file or belongs to a run, and the "
+            f"whole directory would be replaced; choose another save_path"
+            for name in strange[:1]
         ]
-        return sum(value.spec.nbytes for value in values if isinstance(value, TensorSource))
 
-    def find_problems(self, *, overwrite: bool) -> list[str]:
-        path = self.directory.rstrip(os.sep)
-        if is_url(path):
-            return find_url_problems(path, overwrite=overwrite)
-        parent = os.path.dirname(path) or "."
-        if special := find_special(path):
-            return special
-        if os.path.lexists(path) and not (overwrite and os.path.isdir(path)):
-            return [f"{path}: {EXISTS}"]
-        if strange := _irreplaceable(path):
-            return [
-                f"{path}: holds {strange[0]}, which is no regular file or belongs to a run, and "
-                f"the whole directory would be replaced; choose another save_path"
-            ]
-        if not os.path.isdir(parent):
-            return [f"{path}: cannot be written, there is no directory {parent}"]
-        if not os.access(parent, os.W_OK | os.X_OK):
-            return [f"{path}: cannot be written, {parent} may not be changed"]
-        free, needed = shutil.disk_usage(parent).free, self.nbytes
-        if needed > free:
-            return [f"{path}: {needed:,} bytes are needed, and {free:,} are free"]
-        return []
+    def begin(self, temporary: str) -> list[CopyTask]:
+        os.makedirs(temporary, exist_ok=True)
+        tasks: list[CopyTask] = []
+        metadata = Metadata({}, {}, {}, version=CURRENT_DCP_VERSION)
+        number = at = 0
+        for path, value in self._leaves():
+            name = ".".join(map(str, path))
+            if name in metadata.planner_data:
+                raise CheckpointError(f"{self.path}: two of its values get the name {name}")
+            metadata.planner_data[name] = path
+            metadata.state_dict_metadata[name], parts = _described(name, value)
+            for index, part in parts:
+                if at >= self.limit:
+                    number, at = number + 1, 0
+                file = f"__0_{number}.distcp"
+                tasks += write_skeleton(part, os.path.join(temporary, file), at)
+                start, at = at, os.path.getsize(os.path.join(temporary, file))
+                metadata.storage_data[index] = _StorageInfo(file, start, at - start)
+        with open(os.path.join(temporary, DCP_METADATA), "wb") as out:
+            pickle.dump(metadata, out)
+        return tasks
 
-    def describe(self) -> Iterator[str]:
-        yield f"would write {self.directory} (about {self.nbytes:,} bytes)"
-
-    def write(self, options: WriteOptions) -> None:
-        path = self.directory.rstrip(os.sep)
-        remove_abandoned(os.path.dirname(path))
-        with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
-            temporary = files.add(path, directory=True)
-            with failing(path):
-                written = _save(self.content, temporary, options, torchtitan=self.torchtitan)
-            raise_if(find_damage(self.verifiers, unread=options.verify))
-            if options.verify:
-                try:
-                    _verify_written(temporary, written)
-                except CheckpointError as error:
-                    lines = [line.replace(temporary, path) for line in error.problems]
-                    raise CheckpointError(lines) from error
-            files.commit()
-
-
-def _irreplaceable(directory: str) -> list[str]:
-    """Return the names of what is in a directory and must not be replaced with it."""
-    if not os.path.isdir(directory):
-        return []
-    with os.scandir(directory) as entries:
-        return sorted(
-            each.name
-            for each in entries
-            if not each.is_file(follow_symlinks=False) or is_step_file(each.name)
+    def _leaves(self) -> list[tuple[tuple[Any, ...], Any]]:
+        """Return every tensor and value with its keys, as DCP divides nested dicts and lists."""
+        leaves: list[tuple[tuple[Any, ...], Any]] = []
+        traverse_state_dict(
+            dict(self.content),
+            lambda path, value: leaves.append((path, value)),
+            lambda value: isinstance(value, TensorSource),
         )
+        return leaves
 
 
-def _verify_written(directory: str, written: Mapping[Index, int]) -> None:
-    """Read a directory again, and compare with the CRC-32s of what DCP was given to write."""
-    for name in os.listdir(directory):
-        sync(os.path.join(directory, name))
-        drop_page_cache(os.path.join(directory, name))
-    reader = _Reader(directory)
-    problems = [
-        f"{directory}: {entry} is not what was written there; the disk is failing"
-        for (entry, offsets), crc in written.items()
-        if zlib.crc32(bytes_of(reader.load((entry, offsets)))) != crc
-    ]
-    for entry in reader.metadata.values:
-        reader.value(entry)
-    raise_if(problems)
-
-
-def _save(
-    full: FullCheckpoint, path: str, options: WriteOptions, *, torchtitan: bool
-) -> Mapping[Index, int]:
-    """Write a directory; return the CRC-32 of every part of a tensor."""
-    # By id of the meta tensor that DCP plans with; the tensor is held so that its id stays unique.
-    sources: dict[int, tuple[TensorSource, Tensor]] = {}
-
-    def empty(source: TensorSource) -> Tensor:
-        tensor = torch.empty(source.shape, dtype=source.dtype, device="meta")
-        sources[id(tensor)] = (source, tensor)
-        return tensor
-
-    content = convert_tensors(dcp_content(full, torchtitan=torchtitan), empty)
-    writer = dcp.FileSystemWriter(path, thread_count=options.threads or default_threads())
-    writer.fs = files = _Files()
-    planner = _SavePlanner(sources, options.progress)
-    try:
-        with warnings.catch_warnings():
-            # DCP warns that there is no process group, and of a deprecation in its own code.
-            warnings.simplefilter("ignore", UserWarning)
-            dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)
-    except dcp.CheckpointException as error:  # a BaseException, which nobody else would handle
-        first, _ = next(iter(error.failures.values()))
-        planner.failures.append(first)
-    planner.failures[:0] = files.failures
-    planner.end()
-    _checked_metadata(path)  # DCP does not tell when one of its threads could not write
-    return planner.crcs
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Some of a tensor's rows (all of them, for a scalar)."""
-
-    source: TensorSource
-    first: int
-    count: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.count, *self.source.shape[1:]) if self.source.shape else ()
-
-    def load(self) -> Tensor:
-        row = math.prod(self.source.shape[1:])
-        stop = (self.first + self.count) * row
-        spec = TensorSpec(self.source.dtype, self.shape)
-        return TensorSource(spec, self.source.elements(self.first * row, stop)).load()
-
-
-class _Files(FileSystem):
-    """Keeps what fails in DCP's threads, which would only print it; its files are deleted."""
-
-    def __init__(self) -> None:
-        self.failures: list[BaseException] = []
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        try:
-            with super().create_stream(path, mode) as stream:
-                yield stream
-        except Exception as error:  # what torch raises then is about an archive without an end
-            self.failures.append(error.__context__ or error)
-
-
-class _SavePlanner(dcp.DefaultSavePlanner):
-    """Divides tensors into items of about ``ITEM`` bytes; reads each when DCP writes it."""
-
-    def __init__(
-        self, sources: Mapping[int, tuple[TensorSource, Tensor]], progress: Progress
-    ) -> None:
-        super().__init__()
-        self._sources = sources
-        self._progress = progress
-        self._rows: dict[MetadataIndex, _Rows] = {}
-        self.crcs: dict[Index, int] = {}
-        self.failures: list[BaseException] = []
-        self._threads: set[Thread] = set()
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        items = [part for item in plan.items for part in self._parts(item)]
-        self.plan = SavePlan(items, plan.storage_data, plan.planner_data)
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        rows = self._rows.get(write_item.index)
-        if rows is None:
-            return super().resolve_data(write_item)
-        self._threads.add(current_thread())
-        if self.failures:  # what is written from now on will be deleted
-            return torch.empty(0)
-        try:
-            tensor = rows.load()
-            offsets = tuple(write_item.index.offset or ())
-            self.crcs[write_item.index.fqn, offsets] = zlib.crc32(bytes_of(tensor))
-            self._progress(tensor.nbytes)
-        except BaseException as error:  # ``end`` raises it: of its threads, DCP would not tell
-            self.failures.append(error)
-            return torch.empty(0)
-        return tensor
-
-    def end(self) -> None:
-        """Wait until DCP's threads have ended, and raise the first error of any, or an interrupt.
-
-        Raises:
-            OSError: for all other errors.
-        """
-        for thread in self._threads - {current_thread()}:
-            thread.join()
-        for first in self.failures[:1]:
-            if isinstance(first, CheckpointError | OSError) or not isinstance(first, Exception):
-                raise first
-            raise OSError(f"{type(first).__name__}: {first}") from first
-
-    def _parts(self, item: WriteItem) -> Iterator[WriteItem]:
-        known = self._sources.get(id(self.state_dict[item.index.fqn]))
-        if known is None:
-            yield item
-            return
-        source, _ = known
-        properties = TensorProperties(dtype=source.dtype)
-        for rows in _cut(source):
-            offsets = (rows.first,) + (0,) * (len(source.shape) - 1) if source.shape else ()
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(rows.shape))
-            index = MetadataIndex(item.index.fqn, chunk.offsets)
-            self._rows[index] = rows
-            data = TensorWriteData(chunk, properties, torch.Size(source.shape))
-            yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-
-
-def _cut(source: TensorSource) -> Iterator[_Rows]:
-    if source.spec.nbytes <= ITEM:
-        yield _Rows(source, 0, source.shape[0] if source.shape else 1)
-        return
-    rows = source.shape[0]
-    step = max(1, ITEM * rows // source.spec.nbytes)
-    for first in range(0, rows, step):
-        yield _Rows(source, first, min(step, rows - first))
+def _described(name: str, value: Any) -> tuple[Any, list[tuple[MetadataIndex, Any]]]:
+    """Return DCP's description of an entry, and its items: parts of a tensor of about ``ITEM``
+    bytes, as whoever reads one has it in memory."""
+    if not isinstance(value, TensorSource):
+        return BytesStorageMetadata(), [(MetadataIndex(name), value)]
+    entry = TensorStorageMetadata(TensorProperties(value.dtype), torch.Size(value.shape), [])
+    rows, *more = value.shape or (1,)
+    row = math.prod(more)
+    step = max(1, rows if value.spec.nbytes <= ITEM else ITEM * rows // value.spec.nbytes)
+    items: list[tuple[MetadataIndex, Any]] = []
+    for first in range(0, max(rows, 1), step):
+        count = min(step, rows - first)
+        offsets = (first, *[0] * len(more))[: len(value.shape)]
+        shape = (count, *more)[: len(value.shape)]
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
+        data = value.elements(first * row, (first + count) * row)
+        part = TensorSource(TensorSpec(value.dtype, shape), data)
+        items.append((MetadataIndex(name, offsets, len(items)), part))
+    return entry, items
 
 
 # ---------------------------------------------------------------- reading
@@ -637,10 +477,6 @@ class _Reader:
         tensor = self.metadata.tensors.get(entry)
         found = self._item((entry, None)) if tensor is None else self.source(entry, tensor)
         return convert_tensors(found, lambda s: s.load().item() if math.prod(s.shape) == 1 else s)
-
-    def load(self, index: Index) -> Tensor:
-        """Read a part of a tensor."""
-        return typed(self._item(index), TensorSource, index[0]).load()
 
     def part(self, entry: str, tensor: _Tensor, chunk: _Box) -> TensorSource:
         """Return a part of a tensor, in memory."""

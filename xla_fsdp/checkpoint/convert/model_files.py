@@ -72,7 +72,7 @@ class Layout:
 
     Args:
         max_shard_size: in bytes, of each safetensors file in a directory; a larger tensor gets a
-            file of its own.
+            file of its own. Of torch.distributed.checkpoint, after which the next file begins.
         copy_ties: whether every name of a tied tensor gets its own copy in safetensors files.
         torchtitan: whether a directory of torch.distributed.checkpoint has the names of torchtitan,
             where a model's are not under ``model``, and an optimizer's are flat.
@@ -167,11 +167,11 @@ def optimizer_content(optimizer: OptimizerState) -> dict[str, Any]:
     }
 
 
-def dcp_content(full: FullCheckpoint, *, torchtitan: bool) -> dict[str, Any]:
+def dcp_content(full: FullCheckpoint, layout: Layout) -> dict[str, Any]:
     """Return what a program of torch saves: ``{"model": ..., "optim": ...}``, or the names of
     torchtitan."""
     optim = {} if full.optimizer is None else optimizer_content(full.optimizer)
-    if not torchtitan:
+    if not layout.torchtitan:
         return {"model": dict(full.model), **({"optim": optim} if optim else {})}
     flat = {
         f"state.{name}.{what}": value

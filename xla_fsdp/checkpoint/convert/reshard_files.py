@@ -23,7 +23,6 @@ from xla_fsdp.checkpoint.files.outputs import (
     BlockCrcs,
     Checksums,
     FilesJob,
-    Job,
     Output,
     SafetensorsOutput,
 )
@@ -84,7 +83,7 @@ def plan_reshard(
     *,
     optimizer: bool = True,
     step: int = 0,
-) -> Job:
+) -> FilesJob:
     """Return the job that writes the files of ``world_size`` ranks.
 
     Args:

@@ -7,16 +7,18 @@ first error ends all threads and is raised; a copy returns CRC-32s without readi
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 from xla_fsdp.checkpoint.errors import CheckpointError, failing
-from xla_fsdp.checkpoint.files.checksum import BLOCK, combine, crcs_in, whole_of, written
+from xla_fsdp.checkpoint.files.checksum import BLOCK, combine, crcs_in, whole, whole_of, written
 from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
     Joined,
@@ -43,11 +45,19 @@ def default_threads() -> int:
 
 @dataclass(frozen=True)
 class CopyTask:
-    """A tensor, and the offset in the file at ``path`` where its bytes belong."""
+    """A tensor, and where it belongs.
+
+    Args:
+        source: of the tensor.
+        path: of the file.
+        start: offset in the file of its bytes.
+        crc_at: offsets in the file of fields with the CRC-32 of all its bytes.
+    """
 
     source: TensorSource
     path: str
     start: int
+    crc_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,21 @@ def read_with_crc(source: ByteSource, start: int, buffer: memoryview) -> int:
             )
     source.read_into(start, buffer)
     return zlib.crc32(buffer)
+
+
+def write_crcs(tasks: Sequence[CopyTask], crcs: Sequence[Sequence[int]]) -> None:
+    """Write the CRC-32s of tensors into the fields that are theirs.
+
+    Args:
+        tasks: that were copied.
+        crcs: of each block of each tensor.
+    """
+    for path, own in groupby(zip(tasks, crcs, strict=True), lambda each: each[0].path):
+        with failing(path), open(path, "r+b") as file:
+            for task, blocks in own:
+                for at in task.crc_at:
+                    file.seek(at)
+                    file.write(struct.pack("<I", whole(blocks, task.source.spec.nbytes)))
 
 
 def _write(path: str, start: int, buffer: memoryview) -> None:

@@ -26,6 +26,7 @@ from xla_fsdp.checkpoint.files.copying import (
     default_threads,
     find_damage,
     read_crcs,
+    write_crcs,
 )
 from xla_fsdp.checkpoint.files.safetensors_file import Header, plan_file
 from xla_fsdp.checkpoint.files.storage import (
@@ -40,7 +41,7 @@ from xla_fsdp.checkpoint.files.storage import (
     sync,
 )
 from xla_fsdp.checkpoint.files.tensor_source import LocalFile, Part, TensorSource, convert_tensors
-from xla_fsdp.checkpoint.files.torch_file import write_crcs, write_skeleton
+from xla_fsdp.checkpoint.files.torch_file import write_skeleton
 
 MIXED = (
     "is of another merge, but a reader would take it for a part of this one; remove it, choose "
@@ -71,9 +72,10 @@ class WriteOptions:
 
 
 class Output(ABC):
-    """One file to be written."""
+    """One file to be written, or a directory with all that is in it."""
 
     path: str
+    is_directory = False
 
     @property
     @abstractmethod
@@ -83,6 +85,10 @@ class Output(ABC):
     @abstractmethod
     def begin(self, temporary: str) -> list[CopyTask]:
         """Create the file with room for its tensors; return what to copy into it."""
+
+    def irreplaceable(self) -> list[str]:
+        """Return a line if there is something at the path that must never be replaced."""
+        return []
 
     def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:  # noqa: B027
         """Write checksums into the complete file, from those of the tensors of every output, by
@@ -151,13 +157,7 @@ class TorchOutput(Output):
         return sum(source.spec.nbytes for source in sources.values())
 
     def begin(self, temporary: str) -> list[CopyTask]:
-        return [
-            CopyTask(source, temporary, start)
-            for source, start in write_skeleton(self.content, temporary)
-        ]
-
-    def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:
-        write_crcs(temporary, crcs.get(self.path, {}))
+        return write_skeleton(self.content, temporary)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,9 @@ def write_outputs(
     with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
         for folder in {os.path.dirname(output.path) for output in outputs}:
             remove_abandoned(folder)
-        begun = [(output, files.add(output.path)) for output in outputs]
+        begun = [
+            (output, files.add(output.path, directory=output.is_directory)) for output in outputs
+        ]
         tasks: list[CopyTask] = []
         for output, temporary in begun:
             with failing(output.path):
@@ -228,12 +230,15 @@ def find_output_problems(
             continue
         while make_directories and not os.path.lexists(directory):
             directory = os.path.dirname(directory) or "."
-        if os.path.isdir(path):
+        is_directory = os.path.isdir(path)
+        if is_directory and not output.is_directory:
             problems.append(f"{path}: is a directory; save_path must name a file")
         elif special := find_special(path):
             problems += special
-        elif os.path.lexists(path) and not overwrite:
+        elif os.path.lexists(path) and not (overwrite and is_directory == output.is_directory):
             problems.append(f"{path}: {EXISTS}")
+        elif strange := output.irreplaceable():
+            problems += strange
         elif not os.path.isdir(directory):
             problems.append(f"{path}: cannot be written, there is no directory {directory}")
         elif not os.access(directory, os.W_OK | os.X_OK):
@@ -274,6 +279,7 @@ def _copy(
     raise_if(find_damage(verifiers, unread=options.verify))
     if options.verify:
         _verify(tasks, crcs, threads)
+    write_crcs(tasks, crcs)
     by_file: dict[str, dict[int, list[int]]] = {}
     for task, own in zip(tasks, crcs, strict=True):
         by_file.setdefault(task.path, {})[task.start] = own
@@ -284,7 +290,7 @@ def _verify(tasks: Sequence[CopyTask], crcs: Sequence[Sequence[int]], threads: i
     """Read all written tensors again, and compare their CRC-32."""
     for path in dict.fromkeys(task.path for task in tasks):
         sync(path)
-        drop_page_cache(path)
+        _drop_page_cache(path)
     sources = [Part(LocalFile(t.path), t.start, t.source.spec.nbytes) for t in tasks]
     found = read_crcs(sources, threads=threads)
     raise_if(
@@ -297,7 +303,7 @@ def _verify(tasks: Sequence[CopyTask], crcs: Sequence[Sequence[int]], threads: i
     )
 
 
-def drop_page_cache(path: str) -> None:
+def _drop_page_cache(path: str) -> None:
     """Let the next read come from the disk."""
     # macOS has no such call.
     if hasattr(os, "posix_fadvise"):
@@ -320,52 +326,16 @@ def _final_names(begun: Sequence[tuple[Output, str]]) -> Iterator[None]:
         raise CheckpointError(lines) from error
 
 
-# ---------------------------------------------------------------- jobs
-
-
-class Job(ABC):
-    """A planned output, which can be checked and described without changing anything; ``content``
-    tells the user what is in it."""
-
-    content: object
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """The approximate number of bytes to write."""
-
-    @abstractmethod
-    def find_problems(self, *, overwrite: bool) -> list[str]:
-        """Return one line for each reason why it cannot be written."""
-
-    @abstractmethod
-    def describe(self) -> Iterator[str]:
-        """Yield lines that tell the user what would be written."""
-
-    @abstractmethod
-    def write(self, options: WriteOptions) -> None:
-        """Write it; raise ``CheckpointError`` if that fails or a tensor is damaged."""
-
-    def run(self, options: WriteOptions) -> None:
-        """Check and write.
-
-        Raises:
-            CheckpointError: with every problem found; no file has its final name then.
-        """
-        raise_if(self.find_problems(overwrite=options.overwrite))
-        self.write(options)
-
-
 @dataclass(frozen=True)
-class FilesJob(Job):
-    """Writes a list of files.
+class FilesJob:
+    """Planned files, which can be checked and described without changing anything.
 
     Args:
         outputs: in the order in which they get their names.
         verifiers: of the tensors that the outputs read.
         make_directories: whether to create missing directories.
         sources: paths of the shard files, which are never replaced.
-        content: for the user.
+        content: tells the user what is in them.
         older: files of an earlier merge that a reader would take for parts of this one; they are
             deleted after it, if existing files may be replaced.
     """
@@ -379,9 +349,11 @@ class FilesJob(Job):
 
     @property
     def nbytes(self) -> int:
+        """The approximate number of bytes to write."""
         return sum(output.nbytes for output in self.outputs)
 
     def find_problems(self, *, overwrite: bool) -> list[str]:
+        """Return one line for each reason why they cannot be written."""
         mixed = [] if overwrite else [f"{path}: {MIXED}" for path in self.older]
         paths = [*(output.path for output in self.outputs), *self.older]
         return [
@@ -394,6 +366,7 @@ class FilesJob(Job):
         ]
 
     def describe(self) -> Iterator[str]:
+        """Yield lines that tell the user what would be written."""
         for output in self.outputs:
             tensors = (
                 f", {len(output.tensors)} tensors" if isinstance(output, SafetensorsOutput) else ""
@@ -402,7 +375,17 @@ class FilesJob(Job):
         for path in self.older:
             yield f"would remove {path}"
 
+    def run(self, options: WriteOptions) -> None:
+        """Check and write.
+
+        Raises:
+            CheckpointError: with every problem found; no file has its final name then.
+        """
+        raise_if(self.find_problems(overwrite=options.overwrite))
+        self.write(options)
+
     def write(self, options: WriteOptions) -> None:
+        """Write them; raise ``CheckpointError`` if that fails or a tensor is damaged."""
         write_outputs(self.outputs, options, self.verifiers)
         for path in self.older:
             folder, name = split_path(path)

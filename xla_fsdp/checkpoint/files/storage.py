@@ -314,6 +314,8 @@ class AtomicFiles:
         for path, temporary in self._temporary.items():
             if not is_url(path):
                 with failing(path):
+                    for name in os.listdir(temporary) if os.path.isdir(temporary) else ():
+                        sync(os.path.join(temporary, name))
                     sync(temporary)
         for path, temporary in list(self._temporary.items()):
             if is_url(path):

@@ -18,7 +18,7 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -36,7 +36,8 @@ from xla_fsdp.checkpoint.errors import (
     shown,
     typed,
 )
-from xla_fsdp.checkpoint.files.checksum import whole, written
+from xla_fsdp.checkpoint.files.checksum import written
+from xla_fsdp.checkpoint.files.copying import CopyTask
 from xla_fsdp.checkpoint.files.pickle_values import Global, Object, convert_plain, read_pickle
 from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
@@ -541,16 +542,17 @@ def _is_known(name: str) -> bool:
 # ---------------------------------------------------------------- writing
 
 
-def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
-    """Write a file with room for the bytes of its tensors, but without these bytes.
+def write_skeleton(content: Any, path: str, at: int = 0) -> list[CopyTask]:
+    """Write an archive with room for the bytes of its tensors, but without these bytes.
 
     Args:
         content: with a ``TensorSource`` in place of each tensor; names of the same object become
             names of one tensor.
         path: of the file to create.
+        at: size of the file, if it exists, after which the archive begins.
 
     Returns:
-        Every tensor that is not empty, and the offset of its bytes in the file.
+        What to copy into it: every tensor that is not empty.
     """
     sources: list[TensorSource] = []
 
@@ -561,24 +563,50 @@ def write_skeleton(content: Any, path: str) -> list[tuple[TensorSource, int]]:
             sources.append(value)
             return _without_data(value.spec)
 
-    # FakeTensorMode would do as well, but to import it takes 2 s.
-    # Not by path, as the names of records begin with the file's, which is a temporary one.
-    with skip_data(), open(path, "wb") as file:
-        torch.save(content, file, pickle_module=SimpleNamespace(__name__="", Pickler=Pickler))
-    with zipfile.ZipFile(path) as archive:
-        records = read_records(archive, os.path.getsize(path))
-    names = {name.partition("/data/")[2]: record for name, record in records.items()}
-    offsets = []
+    with open(path, "r+b" if at else "w+b") as file:
+        file.seek(at)
+        # FakeTensorMode would do as well, but to import it takes 2 s.
+        # Not by path, as the names of records begin with the file's, which is a temporary one.
+        with skip_data():
+            torch.save(content, file, pickle_module=SimpleNamespace(__name__="", Pickler=Pickler))
+        with zipfile.ZipFile(file) as archive:
+            records = read_records(archive, os.path.getsize(path))
+            places = dict(_crc_places(archive, records))
+    names = {name.partition("/data/")[2]: name for name in records}
+    tasks = []
     for i, source in enumerate(sources):  # torch numbers tensors as it meets them
-        record = names[str(i)]
+        record = records[names[str(i)]]
         if record.nbytes != source.spec.nbytes:
             raise RuntimeError(
                 f"torch.save left {record.nbytes} bytes for {source.spec}, expected "
                 f"{source.spec.nbytes}: it lays files out in another way than that of torch 2.9"
             )
         if source.spec.nbytes:
-            offsets.append((source, record.start))
-    return offsets
+            tasks.append(CopyTask(source, path, record.start, places[names[str(i)]]))
+    return tasks
+
+
+def _crc_places(
+    archive: zipfile.ZipFile, records: Mapping[str, Record]
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the name of every record, and the offsets of its CRC-32: in the central directory, and
+    after the record (after an empty one, there is none)."""
+    # Of the fields "crc-32", by section 4.3 of
+    # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+    file: Any = archive.fp
+    at = archive.start_dir
+    for info in archive.infolist():
+        end = records[info.filename].start + info.file_size
+        for place, magic in ((end, _DESCRIPTOR_MAGIC), (at, _CENTRAL_MAGIC)):
+            file.seek(place)
+            if info.file_size and (found := file.read(4)) != magic:
+                raise RuntimeError(
+                    f"torch.save wrote {found!r} where {magic!r} was expected: it lays files out "
+                    f"in another way than that of torch 2.9"
+                )
+        yield info.filename, (at + 16, end + 4)
+        file.seek(at + 28)  # the lengths of name, extra field and comment
+        at += 46 + sum(struct.unpack("<HHH", file.read(6)))
 
 
 def _without_data(spec: TensorSpec) -> tuple[Any, ...]:
@@ -592,39 +620,3 @@ def _without_data(spec: TensorSpec) -> tuple[Any, ...]:
     typed = torch.storage.TypedStorage(wrap_storage=data, dtype=spec.dtype, _internal=True)
     typed._fake_device = data._fake_device
     return torch._utils._rebuild_tensor_v2, (typed, *where)
-
-
-def write_crcs(path: str, crcs: Mapping[int, Sequence[int]]) -> None:
-    """Write the CRC-32 of records into an archive.
-
-    Args:
-        path: of a file from ``write_skeleton``, with the bytes of its tensors.
-        crcs: of each block, by the offset of the record's first byte.
-    """
-    with zipfile.ZipFile(path) as archive:
-        infos, at = archive.infolist(), archive.start_dir
-        starts = [_data_start(archive.fp, info) for info in infos]
-    with open(path, "r+b") as output:
-        for info, start in zip(infos, starts, strict=True):
-            if info.file_size and start in crcs:
-                packed = struct.pack("<I", whole(crcs[start], info.file_size))
-                # Offsets of the field "crc-32" in both structures, by section 4.3 of
-                # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
-                _write_field(output, _CENTRAL_MAGIC, at, 16, packed)
-                _write_field(output, _DESCRIPTOR_MAGIC, start + info.file_size, 4, packed)
-            output.seek(at + 28)  # the lengths of name, extra field and comment
-            at += 46 + sum(struct.unpack("<HHH", output.read(6)))
-
-
-def _write_field(output: Any, magic: bytes, at: int, distance: int, data: bytes) -> None:
-    """Write ``data`` at offset ``distance`` of the structure at ``at``, which begins with
-    ``magic``."""
-    output.seek(at)
-    found = output.read(4)
-    if found != magic:
-        raise RuntimeError(
-            f"torch.save wrote {found!r} where {magic!r} was expected: it lays files out in "
-            f"another way than that of torch 2.9"
-        )
-    output.seek(at + distance)
-    output.write(data)

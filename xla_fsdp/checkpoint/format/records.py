@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
-    T,
     check_rank,
     checked_shape,
     dtype_named,
@@ -34,6 +32,7 @@ from xla_fsdp.checkpoint.errors import (
     typed,
 )
 from xla_fsdp.checkpoint.files.checksum import digest, is_checksum
+from xla_fsdp.checkpoint.format.codec import decoded, encoded
 from xla_fsdp.distributed.placement import local_shape
 from xla_fsdp.distributed.shard_layout import ShardLayout
 
@@ -43,8 +42,6 @@ VERSION = 5
 # tensor_dim; version 4 added step, job and fingerprints of blocks; version 5 added over_parts.
 READABLE_VERSIONS = (1, 2, 3, 4, 5)
 
-MAX_DEPTH = 20  # of nested hyperparameters, so that no file can exhaust the stack
-
 # Values saved beside the model: JSON under this key of a .safetensors header, and tensors with this
 # prefix in their names.
 VALUES_KEY = "xla_fsdp.values"
@@ -52,6 +49,7 @@ VALUE_PREFIX = "values/"
 SUFFIXES = ("safetensors", "pth")
 
 Groups = tuple[tuple[int, ...], ...]
+S = TypeVar("S", bound="_SmallFile")
 
 
 def model_name(key: str) -> str:
@@ -144,7 +142,7 @@ class StateRecord:
     sharded: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
-    host: tuple[str, ...] = ()
+    host: tuple[str, ...] = field(default=(), metadata={"required": False})
 
     @classmethod
     def of(cls, entries: Mapping[str, StateEntry]) -> StateRecord:
@@ -187,81 +185,6 @@ class OptimizerRecord:
             for name in state.values.keys() & {*state.sharded, *state.whole}:
                 raise CheckpointError(f"optimizer state of {key}: {name} appears twice")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values; raise ``CheckpointError`` for hyperparameters that are none."""
-        return {
-            "groups": [
-                {
-                    "params": list(group.params),
-                    "options": json_value(group.options, f"optimizer.groups.{i}.options"),
-                }
-                for i, group in enumerate(self.groups)
-            ],
-            "states": {
-                key: {
-                    "sharded": list(state.sharded),
-                    "whole": list(state.whole),
-                    "host": list(state.host),
-                    "values": json_value(state.values, f"optimizer.states.{key}.values"),
-                }
-                for key, state in self.states.items()
-            },
-        }
-
-    @classmethod
-    def from_dict(cls, data: Any) -> OptimizerRecord:
-        """Read the result of ``to_dict``; raise ``CheckpointError`` if it is malformed."""
-        groups = enumerate(item(typed(data, dict, "optimizer"), "groups", list, "optimizer"))
-        states = item(data, "states", dict, "optimizer").items()
-        return cls(
-            groups=tuple(_group_from_dict(group, f"optimizer.groups.{i}") for i, group in groups),
-            states={
-                typed(key, str, "optimizer.states"): _state_from_dict(
-                    state, f"optimizer.states.{key}"
-                )
-                for key, state in states
-            },
-        )
-
-
-def json_value(value: Any, where: str, depth: int = 0) -> Any:
-    """Return ``value`` with tuples as lists; raise ``CheckpointError`` if it is no JSON value."""
-    if depth > MAX_DEPTH:
-        raise CheckpointError(f"{where} is nested more than {MAX_DEPTH} deep")
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [json_value(each, f"{where}.{i}", depth + 1) for i, each in enumerate(value)]
-    if isinstance(value, Mapping):
-        return {
-            typed(key, str, where): json_value(each, f"{where}.{key}", depth + 1)
-            for key, each in value.items()
-        }
-    raise CheckpointError(
-        f"{where} is {type(value).__name__}; expected a number, string, list or dict. Take it out, "
-        f"or turn it into one of these"
-    )
-
-
-def _group_from_dict(data: Any, where: str) -> GroupRecord:
-    params = item(typed(data, dict, where), "params", list, where)
-    options = json_value(item(data, "options", dict, where), f"{where}.options")
-    return GroupRecord(_names(params, f"{where}.params"), options)
-
-
-def _state_from_dict(data: Any, where: str) -> StateRecord:
-    typed(data, dict, where)
-    return StateRecord(
-        sharded=_names(item(data, "sharded", list, where), f"{where}.sharded"),
-        whole=_names(item(data, "whole", list, where), f"{where}.whole"),
-        host=_names(item({"host": [], **data}, "host", list, where), f"{where}.host"),
-        values=json_value(item(data, "values", dict, where), f"{where}.values"),
-    )
-
-
-def _names(data: list[Any], where: str) -> tuple[str, ...]:
-    return tuple(typed(name, str, f"{where}.{i}") for i, name in enumerate(data))
-
 
 # ---------------------------------------------------------------- model
 
@@ -277,8 +200,8 @@ class MemberRecord:
     """
 
     name: str
-    shape: tuple[int, ...]
-    tensor_dim: int | None = None
+    shape: Annotated[tuple[int, ...], checked_shape]
+    tensor_dim: int | None = field(default=None, metadata={"since": 3})
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
@@ -321,7 +244,7 @@ class ParamRecord:
     multiple: int
     members: tuple[MemberRecord, ...]
     by_rows: bool = False
-    over_parts: bool = False
+    over_parts: bool = field(default=False, metadata={"since": 5})
 
     def __post_init__(self) -> None:
         dtype_named(self.dtype, f"{self.key}: dtype")
@@ -346,35 +269,6 @@ class ParamRecord:
         """Return of how many parts of the model each has shards of its own."""
         return 1 if self.over_parts else parts
 
-    def to_dict(self, version: int) -> dict[str, Any]:
-        """Return JSON values in that version of the format."""
-        return {
-            "key": self.key,
-            "dtype": self.dtype,
-            "multiple": self.multiple,
-            "members": [
-                {"name": m.name, "shape": list(m.shape)}
-                | ({"tensor_dim": m.tensor_dim} if version > 2 else {})
-                for m in self.members
-            ],
-            "by_rows": self.by_rows,
-        } | ({"over_parts": self.over_parts} if version > 4 else {})
-
-    @classmethod
-    def from_dict(cls, data: Any, where: str, version: int) -> ParamRecord:
-        """Read the result of ``to_dict``; raise ``CheckpointError`` if it is malformed."""
-        members = enumerate(item(typed(data, dict, where), "members", list, where))
-        return cls(
-            key=item(data, "key", str, where),
-            dtype=item(data, "dtype", str, where),
-            multiple=item(data, "multiple", int, where),
-            members=tuple(
-                _member_from_dict(member, f"{where}.members.{i}", version) for i, member in members
-            ),
-            by_rows=item(data, "by_rows", bool, where),
-            over_parts=version > 4 and item(data, "over_parts", bool, where),
-        )
-
     def _check_rows(self) -> None:
         member = self.members[0]
         row = max(1, math.prod(member.shape[1:]))
@@ -384,13 +278,6 @@ class ParamRecord:
                 f"{self.key}: is sharded by rows, so it must have one member of at least one dim, "
                 f"and a row's number of elements as its multiple"
             )
-
-
-def _member_from_dict(data: Any, where: str, version: int) -> MemberRecord:
-    name = item(typed(data, dict, where), "name", str, where)
-    shape = checked_shape(item(data, "shape", list, where), f"{where}.shape")
-    dim = item(data, "tensor_dim", object, where) if version > 2 else None
-    return MemberRecord(name, shape, _optional(dim, int, f"{where}.tensor_dim"))
 
 
 OF_RANK = ("rank", "global_rank", "fingerprints")
@@ -441,13 +328,13 @@ class ShardMetadata:
     ties: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
-    groups: Groups | None = None
-    global_rank: int | None = None
-    optimizer: OptimizerRecord | None = None
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    tensor_parts: int = 1
-    step: int | None = None
-    job: str | None = None
+    groups: Groups | None = field(default=None, metadata={"since": 2})
+    global_rank: int | None = field(default=None, metadata={"since": 2})
+    optimizer: OptimizerRecord | None = field(default=None, metadata={"since": 2})
+    fingerprints: dict[str, str] = field(default_factory=dict, metadata={"since": 2})
+    tensor_parts: int = field(default=1, metadata={"since": 3})
+    step: int | None = field(default=None, metadata={"since": 4})
+    job: str | None = field(default=None, metadata={"since": 4})
 
     def __post_init__(self) -> None:
         _check_version(self.version)
@@ -470,25 +357,8 @@ class ShardMetadata:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, to be saved under the key ``shard_metadata``."""
-        content = {
-            "format": FORMAT,
-            "version": self.version,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "params": [record.to_dict(self.version) for record in self.params],
-            "ties": dict(self.ties),
-            "buffers": dict(self.buffers),
-        }
-        if self.version > 1:
-            content |= {
-                "groups": None if self.groups is None else [list(group) for group in self.groups],
-                "global_rank": self.global_rank,
-                "optimizer": None if self.optimizer is None else self.optimizer.to_dict(),
-                "fingerprints": dict(self.fingerprints),
-            }
-        if self.version > 2:
-            content["tensor_parts"] = self.tensor_parts
-        return content | ({"step": self.step, "job": self.job} if self.version > 3 else {})
+        own = encoded(self, "", self.version)
+        return {"format": FORMAT, "version": self.version, **own}
 
     @classmethod
     def from_dict(cls, data: Any) -> ShardMetadata:
@@ -522,51 +392,7 @@ class ShardMetadata:
         # First, as the version decides which other keys exist and what they mean.
         version = item(data, "version", int, "")
         _check_version(version)
-        later = _keys_of_version_2(data) if version > 1 else {}
-        if version > 2:
-            later["tensor_parts"] = item(data, "tensor_parts", int, "")
-        if version > 3:
-            later["step"] = _optional(item(data, "step", object, ""), int, "step")
-            later["job"] = _optional(item(data, "job", object, ""), str, "job")
-        return cls(
-            rank=item(data, "rank", int, ""),
-            world_size=item(data, "world_size", int, ""),
-            params=tuple(
-                ParamRecord.from_dict(record, f"params.{i}", version)
-                for i, record in enumerate(item(data, "params", list, ""))
-            ),
-            ties=_strings(item(data, "ties", dict, ""), "ties"),
-            buffers=_strings(item(data, "buffers", dict, ""), "buffers"),
-            version=version,
-            **later,
-        )
-
-
-def _keys_of_version_2(data: dict[str, Any]) -> dict[str, Any]:
-    groups, global_rank, optimizer = (
-        item(data, key, object, "") for key in ("groups", "global_rank", "optimizer")
-    )
-    return {
-        "groups": None if groups is None else _groups(groups),
-        "global_rank": _optional(global_rank, int, "global_rank"),
-        "optimizer": None if optimizer is None else OptimizerRecord.from_dict(optimizer),
-        "fingerprints": _strings(item(data, "fingerprints", dict, ""), "fingerprints"),
-    }
-
-
-def _optional(value: Any, kind: type[T], where: str) -> T | None:
-    return None if value is None else typed(value, kind, where)
-
-
-def _groups(data: Any) -> Groups:
-    return tuple(
-        tuple(typed(rank, int, f"groups.{i}") for rank in typed(group, list, f"groups.{i}"))
-        for i, group in enumerate(typed(data, list, "groups"))
-    )
-
-
-def _strings(data: dict[Any, Any], where: str) -> dict[str, str]:
-    return {typed(k, str, where): typed(v, str, f"{where}.{k}") for k, v in data.items()}
+        return decoded(cls, data, "", version)
 
 
 def _check_version(version: int) -> None:
@@ -641,8 +467,40 @@ def _check_states(metadata: ShardMetadata) -> None:
 # The small JSON files of a step, beside the files of the ranks: each has a format and a version.
 
 
+class _SmallFile:
+    """A dataclass that is the content of a JSON file."""
+
+    NAME: ClassVar[str]
+    VERSIONS: ClassVar[tuple[int, ...]] = (1,)
+    """That are read; the last one is written."""
+
+    def to_bytes(self) -> bytes:
+        version = self.VERSIONS[-1]
+        content = {"format": self.NAME, "version": version, **encoded(self, "", version)}
+        return json.dumps(content, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls: type[S], data: bytes, name: str) -> S:
+        """Read the result of ``to_bytes``; ``name`` is the file's, for messages.
+
+        Raises:
+            CheckpointError: if it is malformed, or of another version.
+        """
+        try:
+            content = typed(json.loads(data), dict, "content")
+            found, version = content.get("format"), content.get("version")
+            if found != cls.NAME or version not in cls.VERSIONS:
+                raise CheckpointError(
+                    f"is {shown(found)} version {shown(version)}, expected {cls.NAME!r} version "
+                    f"{cls.VERSIONS[-1]}"
+                )
+            return decoded(cls, content, "", version)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{name}: {error}") from error
+
+
 @dataclass(frozen=True)
-class JobRecord:
+class JobRecord(_SmallFile):
     """The content of ``job.json``: which job saves where the file is.
 
     In the directory of a run it names the job that may save there; in the folder of a step, the
@@ -656,28 +514,13 @@ class JobRecord:
         replaced: tokens of the jobs from which it took the directory over, the last one last.
     """
 
+    NAME = "xla_fsdp job"
+
     job: str
     step: int
     world_size: int
     rank: int
-    replaced: Sequence[str] = ()
-
-    def to_bytes(self) -> bytes:
-        return _small_file("xla_fsdp job", 1, vars(self))
-
-    @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> JobRecord:
-        """Read the result of ``to_bytes``; raise ``CheckpointError``, with ``name``, if it is
-        malformed."""
-        with _named(name):
-            content = _content(data, "xla_fsdp job", (1,))
-            return cls(
-                job=item(content, "job", str, ""),
-                step=item(content, "step", int, ""),
-                world_size=item(content, "world_size", int, ""),
-                rank=item(content, "rank", int, ""),
-                replaced=_names(item(content, "replaced", list, ""), "replaced"),
-            )
+    replaced: tuple[str, ...] = ()
 
 
 class FileRecord(NamedTuple):
@@ -692,17 +535,19 @@ class FileRecord(NamedTuple):
     nbytes: int
     digest: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"bytes": self.nbytes, "digest": self.digest}
 
     @classmethod
-    def from_dict(cls, data: Any, where: str) -> FileRecord:
+    def from_json(cls, data: Any, where: str, version: int) -> FileRecord:
+        if version == 1 and not isinstance(data, dict):  # of a marker
+            return cls(typed(data, int, where))
         nbytes = item(typed(data, dict, where), "bytes", int, where)
         return cls(nbytes, item(data, "digest", str, where))
 
 
 @dataclass(frozen=True)
-class Announcement:
+class Announcement(_SmallFile):
     """The content of a small file by which a rank announces its file, or why there is none.
 
     Args:
@@ -712,33 +557,16 @@ class Announcement:
         problems: why it could not be written.
     """
 
+    NAME = "xla_fsdp file"
+
     job: str
     step: int
     file: FileRecord | None
     problems: tuple[str, ...] = ()
 
-    def to_bytes(self) -> bytes:
-        file = None if self.file is None else self.file.to_dict()
-        content = {**vars(self), "file": file, "problems": list(self.problems)}
-        return _small_file("xla_fsdp file", 1, content)
-
-    @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> Announcement:
-        """Read the result of ``to_bytes``; raise ``CheckpointError``, with ``name``, if it is
-        malformed."""
-        with _named(name):
-            content = _content(data, "xla_fsdp file", (1,))
-            file = item(content, "file", object, "")
-            return cls(
-                item(content, "job", str, ""),
-                item(content, "step", int, ""),
-                None if file is None else FileRecord.from_dict(file, "file"),
-                _names(item(content, "problems", list, ""), "problems"),
-            )
-
 
 @dataclass(frozen=True)
-class Marker:
+class Marker(_SmallFile):
     """The content of ``complete.json``, which marks a step as complete.
 
     Args:
@@ -748,61 +576,13 @@ class Marker:
         job: token of the job; None in version 1, which has no digests either.
     """
 
+    NAME = "xla_fsdp checkpoint"
+    VERSIONS = (1, 2)
+
     step: int
     world_size: int
     files: dict[str, FileRecord]
-    job: str | None = None
-
-    def to_bytes(self) -> bytes:
-        """Return version 2."""
-        files = {name: file.to_dict() for name, file in self.files.items()}
-        return _small_file("xla_fsdp checkpoint", 2, {**vars(self), "files": files})
-
-    @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> Marker:
-        """Read the result of ``to_bytes``, or version 1; ``name`` is the file's, for messages.
-
-        Raises:
-            CheckpointError: if it is malformed, or of another version.
-        """
-        with _named(name):
-            content = _content(data, "xla_fsdp checkpoint", (1, 2))
-            first = content["version"] == 1
-            files = item(content, "files", dict, "").items()
-            return cls(
-                item(content, "step", int, ""),
-                item(content, "world_size", int, ""),
-                {
-                    name: FileRecord(typed(file, int, f"files.{name}"))
-                    if first
-                    else FileRecord.from_dict(file, f"files.{name}")
-                    for name, file in files
-                },
-                None if first else item(content, "job", str, ""),
-            )
-
-
-def _small_file(name: str, version: int, content: Mapping[str, Any]) -> bytes:
-    return json.dumps({"format": name, "version": version, **content}, indent=1).encode()
-
-
-def _content(data: bytes, name: str, versions: tuple[int, ...]) -> dict[str, Any]:
-    content = typed(json.loads(data), dict, "content")
-    found, version = content.get("format"), content.get("version")
-    if found != name or version not in versions:
-        raise CheckpointError(
-            f"is {shown(found)} version {shown(version)}, expected {name!r} version {max(versions)}"
-        )
-    return content
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Turn whatever is wrong with a JSON file into one line that names it."""
-    try:
-        yield
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name}: {error}") from error
+    job: str | None = field(default=None, metadata={"since": 2})
 
 
 def rank_file_name(rank: int, world_size: int, suffix: str) -> str:

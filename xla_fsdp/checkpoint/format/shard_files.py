@@ -34,7 +34,6 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     RecentBlocks,
     TensorSource,
     full_path,
-    read_small_file,
 )
 from xla_fsdp.checkpoint.files.torch_file import SMALL_ARCHIVE, Archive, read_torch_file
 from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles, FileTensors, Moved
@@ -128,47 +127,32 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
     Raises:
         CheckpointError: if a step is not complete, or no prefix and no pattern is given.
     """
-    if is_url(ckpt_prefix):
-        return _find_remote(ckpt_prefix, ckpt_suffix)
     if ckpt_suffix == DEFAULT_SUFFIX:
         full_path(ckpt_prefix, "ckpt_prefix")  # raises if that is empty
-    found = _find_local(_local(ckpt_prefix), ckpt_suffix)
+    if _is_directory(ckpt_prefix, ckpt_suffix):
+        return _find_in(full_path(ckpt_prefix))
+    if is_url(ckpt_prefix):  # whose last part is no pattern
+        folder, start = split_path(ckpt_prefix)
+        names, pattern = open_storage(folder).names(), escape(start) + ckpt_suffix
+        return [os.path.join(folder, name) for name in names if fnmatchcase(name, pattern)]
+    start = _local(ckpt_prefix)
+    found = sorted(glob(escape(start) + ckpt_suffix) or glob(start + ckpt_suffix))
     return [full_path(path) for path in found]
 
 
-def _find_local(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
-    if not _is_directory(ckpt_prefix, ckpt_suffix):
-        return sorted(glob(escape(ckpt_prefix) + ckpt_suffix) or glob(ckpt_prefix + ckpt_suffix))
-    if os.path.exists(os.path.join(ckpt_prefix, DCP_METADATA)):
-        return [ckpt_prefix]
-    if attempts := complete_attempts(open_storage(ckpt_prefix)):
-        return _files_of_step(os.path.join(ckpt_prefix, attempts[-1].folder))
-    if os.path.exists(os.path.join(ckpt_prefix, MARKER)):
-        return _files_of_step(ckpt_prefix)
-    if dirs := glob(os.path.join(escape(ckpt_prefix), "pytorch_model_fsdp_*", DCP_METADATA)):
-        return sorted(map(os.path.dirname, dirs))  # of accelerate
-    folder = os.path.join(escape(ckpt_prefix), "")
-    return sorted(glob(f"{folder}*.pth") + glob(f"{folder}*{SAFETENSORS}"))
-
-
-def _find_remote(url: str, suffix: str) -> list[str]:
-    """Return what ``find_files`` does for a URL, whose last part is no pattern."""
-    url = url.rstrip("/") if suffix == DEFAULT_SUFFIX else url
-    storage = open_storage(url)
-    names = storage.names() if suffix == DEFAULT_SUFFIX else []
-    if not names:
-        folder, start = split_path(url)
-        pattern = escape(start) + suffix
-        return [
-            os.path.join(folder, n) for n in open_storage(folder).names() if fnmatchcase(n, pattern)
-        ]
+def _find_in(folder: str) -> list[str]:
+    storage = open_storage(folder)
+    folder = folder.rstrip("/") if is_url(folder) else folder
     if DCP_METADATA in storage.sizes(""):
-        return [url]
+        return [folder]
     if attempts := complete_attempts(storage):
-        return _files_of_step(f"{url}/{attempts[-1].folder}")
+        return _files_of_step(os.path.join(folder, attempts[-1].folder))
+    names = storage.names()
     if MARKER in names:
-        return _files_of_step(url)
-    return [f"{url}/{name}" for name in names if name.endswith((".pth", SAFETENSORS))]
+        return _files_of_step(folder)
+    if dirs := glob(os.path.join(escape(folder), "pytorch_model_fsdp_*", DCP_METADATA)):
+        return sorted(map(os.path.dirname, dirs))  # of accelerate
+    return [os.path.join(folder, name) for name in names if name.endswith((".pth", SAFETENSORS))]
 
 
 def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> str:
@@ -236,8 +220,7 @@ def has_marker(folder: str) -> bool:
 def read_marker_file(folder: str) -> Marker:
     """Read the marker in a step's directory; raise ``CheckpointError`` if it is malformed."""
     name = os.path.join(folder, MARKER)
-    data = open_storage(folder).read(MARKER) if is_url(folder) else read_small_file(name)
-    marker = Marker.from_bytes(data, name)
+    marker = Marker.from_bytes(open_storage(folder).read(MARKER), name)
     own = folder if is_url(folder) else os.path.abspath(folder)
     check_step(marker, os.path.basename(own), name)
     return marker
@@ -386,18 +369,11 @@ def _divided(header: bytes) -> tuple[bytes, list[Any], list[str]]:
     return fixed, own, [text.decode() for text in parts[1::2]]
 
 
-def _checksums(metadata: Mapping[str, Any]) -> dict[str, str]:
+def _checksums(metadata: Any) -> dict[str, str]:
     """Return those in metadata, which may be malformed."""
-    known = metadata.get("fingerprints")
+    known = metadata.get("fingerprints") if isinstance(metadata, Mapping) else None
     pairs = known.items() if isinstance(known, Mapping) else ()
     return {name: text for name, text in pairs if isinstance(text, str) and is_checksum(text)}
-
-
-def _checksum(metadata: Any, name: str, default: str | None) -> str | None:
-    """Return a tensor's checksum from metadata, which may be malformed; or else ``default``."""
-    known = metadata.get("fingerprints") if isinstance(metadata, Mapping) else None
-    text = known.get(name) if isinstance(known, Mapping) else None
-    return text if isinstance(text, str) and is_checksum(text) else default
 
 
 def open_torch(path: str, like: Shard | None = None) -> Shard:
@@ -518,11 +494,12 @@ def open_remote_torch(url: str) -> Shard:
 
 def _torch_shard(path: str, checkpoint: Mapping[str, Any]) -> Shard:
     metadata, (values, tensors) = checkpoint["shard_metadata"], _values(checkpoint.get("values"))
+    checksums = _checksums(metadata)
 
     def with_checksum(name: str, value: Any) -> Any:
         if not isinstance(value, TensorSource):
             return value
-        return replace(value, checksum=_checksum(metadata, name, value.checksum))
+        return replace(value, checksum=checksums.get(name, value.checksum))
 
     return Shard(
         path,

@@ -465,7 +465,7 @@ class Save:
         if not self._storage.per_host and rank:
             return False
         if owner is None or owner["job"] != record.job:
-            replaced = [] if owner is None else [*owner["replaced"], owner["job"]]
+            replaced = () if owner is None else (*owner["replaced"], owner["job"])
             new = replace(record, replaced=replaced[-REMEMBERED:])
             self._storage.put(JOB, new.to_bytes())
         return self._storage.create(self._attempt.file(JOB), record.to_bytes())

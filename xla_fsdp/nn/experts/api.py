@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.nn.experts import megablox
-from xla_fsdp.nn.experts.products import Implementation
+from xla_fsdp.nn.experts.products import BATCHED, Implementation
 from xla_fsdp.nn.experts.routes import Routes
 from xla_fsdp.nn.experts.segments import SEGMENTS
 from xla_fsdp.xla import ops
@@ -24,8 +24,9 @@ def grouped_linear(
     *,
     transposed: bool = True,
 ) -> Tensor:
-    """Return each row times the weight of its expert, plus its bias: by JAX's megablox kernels on a
-    TPU and in preflight, by products of segments elsewhere.
+    """Return each row times the weight of its expert, plus its bias: by one batched product if
+    experts have a capacity, and otherwise by JAX's megablox kernels on a TPU and in preflight, by
+    products of segments elsewhere.
 
     Args:
         rows: [rows, width], sorted as ``routes.spread`` does.
@@ -43,7 +44,7 @@ def grouped_linear(
     rows, weight = _cast(rows, weight)
     if problem := _problem(rows, weight, routes, bias, transposed):
         raise ValueError(problem)
-    implementation = _implementation(rows)
+    implementation = _implementation(rows) if routes.each is None else BATCHED
     whole = routes.kept is None
     result: Tensor = _Product.apply(implementation, transposed, whole, rows, weight, routes.sizes)
     return result if bias is None else result + routes.rows_of_experts(bias.to(result.dtype))

@@ -162,7 +162,8 @@ def _to_experts(
     routes = Routes.of(ahead, total, capacity)
     rounds = routes.spread(tokens).chunk(axis.size)
     received = [mappings.send(rows, axis, number) for number, rows in enumerate(rounds)]
-    even = Routes.even(own, len(rounds[0]) // own, tokens.device)
+    # Weights' gradients of all rounds are one product: each would be as large as the weight.
+    even = Routes.even(own, len(rounds[0]) // own, tokens.device)._replace(joined={})
     computed = [compute(rows, even) for rows in received]
     found = torch.cat([mappings.send(rows, axis, -at) for at, rows in enumerate(computed)])
     return routes.combine(found, weights).to(tokens.dtype)

@@ -12,6 +12,9 @@ from xla_fsdp.distributed.higher_order import differentiable_once
 
 ONCE = "routes of tokens to experts save no graph of their backward; use experts of plain torch"
 
+Pairs = dict[int, tuple[Tensor, Tensor]]
+"""For each product of rows with one weight, the two whose product is the weight's gradient."""
+
 
 class Routes(NamedTuple):
     """Pairs of a token and one of its experts, as rows sorted by expert.
@@ -26,6 +29,8 @@ class Routes(NamedTuple):
     kept: Tensor | None  # [tokens, choices] bool, whether a pair has an expert; None if all have
     choices: int  # experts of a token
     each: int | None = None  # rows of every expert, of a pair or of none; None if this varies
+    # For rounds of rows with the same weights, by id: the weight, what stands for it, their pairs.
+    joined: dict[int, tuple[Tensor, Tensor, Pairs]] | None = None
 
     @classmethod
     def of(cls, experts: Tensor, num_experts: int, capacity: float | None = None) -> Routes:

@@ -322,6 +322,24 @@ class _Adapted(ScanBlock):
         return super().forward(x, gain, mask=mask) + self.outer(self.inner(x))
 
 
+class _Stacked(ScanBlock):
+    """With a stack of matrices that are whole tiles of a TPU, as experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(4, 128, 128) / 16)
+
+    def forward(self, x: Tensor, gain: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, gain, mask=mask) + torch.tanh(x @ self.stack).sum(0)
+
+
+class MatricesNet(ScanNet):
+    """Blocks with a stack of matrices each."""
+
+    def __init__(self) -> None:
+        super().__init__(block=_Stacked)
+
+
 class AdapterNet(ScanNet):
     """Adapters in all blocks but the first, which is frozen altogether."""
 

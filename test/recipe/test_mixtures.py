@@ -82,6 +82,7 @@ def one_step(model: str, experts: str) -> dict[str, Tensor]:
 
 def test_a_capacity_has_a_name_of_its_own() -> None:
     """Nothing is dropped below it; otherwise later tokens are."""
+    register()
     register("xla_fsdp_wide", capacity=6.0)
     register("xla_fsdp_narrow", capacity=0.5)
     whole, wide, narrow = (

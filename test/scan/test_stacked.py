@@ -65,13 +65,14 @@ LEFT_OUT = ("flat", "adapters", "adapters_no_remat", "offload_adapters")  # are 
 CASES = {
     **{n: as_stacked(c) for n, c in SCANNED.items() if n not in LEFT_OUT},
     "adapters": as_stacked(Case("AllAdaptersNet", scan={})),
+    "matrices": as_stacked(Case("MatricesNet", scan={}, in_place=True, clip=(0.3, 2.0))),
     "clipped_adamw": as_stacked(
         Case(
             "Net", scan={"gather_once_below": 1}, clip=(0.3, 2.0), optimizer="adamw", tolerance=1e-3
         )
     ),
 }
-QUICK = ("clipped_adamw", "no_sync", "adapters", "pattern")
+QUICK = ("clipped_adamw", "no_sync", "adapters", "pattern", "matrices")
 SLOW = Runs({(n, name): c for n in (1, 3, 4, 8) for name, c in CASES.items() if c.fits(n)})
 
 

@@ -1,7 +1,9 @@
-"""In which order a block's large parameters travel in forward, and which gradients together."""
+"""In which order a block's large parameters travel in forward, which gradients together, and what
+is cast before a loop."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +12,10 @@ import torch
 
 from xla_fsdp.distributed.collectives import LocalCollectives
 from xla_fsdp.distributed.shard_layout import ShardLayout
+from xla_fsdp.fsdp.engine.all_gather import AllGather
 from xla_fsdp.fsdp.engine.packing import ShardPacking
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
-from xla_fsdp.scan.weights import BlockWeights
+from xla_fsdp.scan.weights import BlockWeights, StackedShards
 
 RANKS, WIDTH = 16, 1024
 
@@ -69,3 +72,25 @@ def reduced_together(*rows: int) -> list[list[int]]:
 def test_gradients_of_one_loop_do_not_all_wait_for_the_last() -> None:
     assert reduced_together(3072, 1024, 4096, 4096) == [[0, 1], [2], [3]]
     assert reduced_together(8192, 8, 16, 8192) == [[0], [1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sent"),
+    [
+        (64, (torch.float32, (3, 2, 64, WIDTH))),  # cast in the loop
+        (60, (torch.bfloat16, (3, 120, WIDTH))),  # which laying these out anew would precede
+    ],
+)
+def test_matrices_of_whole_tiles_are_sent_as_stored(rows: int, sent: Any) -> None:
+    shape = torch.Size([4, rows, WIDTH])
+    leaf = torch.zeros(3, 2, rows, WIDTH)  # of three blocks
+    param = SimpleNamespace(
+        packing=ShardPacking([shape], ShardLayout(tuple(shape), 2)),
+        leaf=leaf,
+        compute_dtype=torch.bfloat16,
+        slots=SimpleNamespace(part=SimpleNamespace(number=0)),
+    )
+    gather = SimpleNamespace(sent=partial(AllGather.sent, None))
+    group: Any = SimpleNamespace(params=[param], gather=gather)
+    [found] = StackedShards([group]).sent_large([0], [leaf], [])
+    assert (found.dtype, found.shape) == sent

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xla_fsdp.distributed.shard_layout import ROWS
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import held_shape
@@ -101,10 +102,13 @@ class BlockWeights:
         sent: Sequence[Tensor],
         cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
     ) -> list[Tensor]:
-        """All-gather parameters of one block from their sent tensors, cast to the compute dtype;
-        return the unsharded originals."""
+        """All-gather parameters of one block from their sent tensors or stacks of these matrices,
+        cast to the compute dtype; return the unsharded originals."""
         pairs = zip(self._params(params), sent, strict=True)
-        ready = [cast(each, param.compute_dtype or each.dtype) for param, each in pairs]
+        ready = [
+            cast(ops.shaped(each, param.packing.sent_shape), param.compute_dtype or each.dtype)
+            for param, each in pairs
+        ]
         return self.group.gather.unshard_sent(self._params(params), ready)
 
     @_of_all_blocks
@@ -269,7 +273,8 @@ class BlockShards(ABC):
         """
 
     def is_sent_as_stored(self, number: int) -> bool:
-        """Whether ``sent_large`` returns the leaf of this parameter itself."""
+        """Whether ``sent_large`` returns the leaf of this parameter itself, for each iteration to
+        cast its slice."""
         return False
 
     @abstractmethod
@@ -386,8 +391,10 @@ class StackedShards(BlockShards):
 
     def is_sent_as_stored(self, number: int) -> bool:
         param = self._group.params[number]
-        shape = tuple(param.packing.sent_shape)
-        return not param.packing.dim and tuple(param.leaf.shape[1:]) == shape
+        stored, sent = tuple(held_shape(param.leaf)[1:]), tuple(param.packing.sent_shape)
+        # Matrices of whole tiles lie in memory as they would with all of their rows in one.
+        is_tiled = len(stored) > 2 and stored[-1:] == sent[1:] and stored[-2] % ROWS == 0
+        return not param.packing.dim and (is_tiled or stored == sent)
 
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
         for at in sums:

@@ -26,10 +26,8 @@ def test_values_and_gradients_are_those_of_a_loop_over_experts(name: str) -> Non
 def test_an_expert_takes_no_more_than_its_capacity() -> None:
     experts = torch.tensor([[1, 0], [0, 2], [0, 1], [0, 3], [2, 0]])
     routes = Routes.of(experts, 4, capacity=1.2)  # 3 of 10 pairs
-    assert routes.kept is not None
-    assert routes.kept.tolist() == [[True, False], *[[True, True]] * 3, [True, False]]
-    assert routes.sizes.tolist() == [3, 2, 2, 1]
-    assert sorted(routes.order[:8].tolist()) == [0, 1, 2, 3, 4, 6, 7, 8]
+    assert routes.order.tolist() == [1, 2, 3, 0, 7, -1, 4, 6, -1, 8, -1, -1]
+    assert routes.places.tolist() == [3, 0, 1, 2, 6, -1, 7, 4, 9, -1]
 
 
 def test_rows_are_sorted_and_equal_ones_stay_in_order() -> None:

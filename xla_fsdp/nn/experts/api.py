@@ -10,10 +10,12 @@ from torch import Tensor
 
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.nn.experts import megablox
-from xla_fsdp.nn.experts.products import Implementation
-from xla_fsdp.nn.experts.routes import Routes
+from xla_fsdp.nn.experts.products import BATCHED, Implementation
+from xla_fsdp.nn.experts.routes import Pairs, Routes
 from xla_fsdp.nn.experts.segments import SEGMENTS
 from xla_fsdp.xla import ops
+
+ONCE = "products of experts save no graph of their backward. Use experts of plain torch"
 
 
 def grouped_linear(
@@ -24,8 +26,9 @@ def grouped_linear(
     *,
     transposed: bool = True,
 ) -> Tensor:
-    """Return each row times the weight of its expert, plus its bias: by JAX's megablox kernels on a
-    TPU and in preflight, by products of segments elsewhere.
+    """Return each row times the weight of its expert, plus its bias: by one batched product if
+    experts have a capacity, and otherwise by JAX's megablox kernels on a TPU and in preflight, by
+    products of segments elsewhere.
 
     Args:
         rows: [rows, width], sorted as ``routes.spread`` does.
@@ -43,9 +46,15 @@ def grouped_linear(
     rows, weight = _cast(rows, weight)
     if problem := _problem(rows, weight, routes, bias, transposed):
         raise ValueError(problem)
-    implementation = _implementation(rows)
-    whole = routes.kept is None
-    result: Tensor = _Product.apply(implementation, transposed, whole, rows, weight, routes.sizes)
+    implementation = _implementation(rows) if routes.each is None else BATCHED
+    whole, pairs = routes.kept is None, None
+    if routes.joined is not None:
+        if id(weight) not in routes.joined:
+            routes.joined[id(weight)] = _joined(weight)
+        _, weight, pairs = routes.joined[id(weight)]
+    result: Tensor = _Product.apply(
+        implementation, transposed, whole, rows, weight, routes.sizes, pairs
+    )
     return result if bias is None else result + routes.rows_of_experts(bias.to(result.dtype))
 
 
@@ -60,18 +69,17 @@ class _Product(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         sizes: Tensor,
+        pairs: Pairs | None,
     ) -> Tensor:
         return implementation.multiply(rows, weight, sizes, transposed, whole)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.implementation, ctx.transposed, ctx.whole, rows, weight, sizes = inputs
+        ctx.implementation, ctx.transposed, ctx.whole, rows, weight, sizes, ctx.pairs = inputs
         ctx.save_for_backward(rows, weight, sizes)
 
     @staticmethod
-    @differentiable_once(
-        "products of experts save no graph of their backward. Use experts of plain torch"
-    )
+    @differentiable_once(ONCE)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, sizes = ctx.saved_tensors
         of_rows = of_weight = None
@@ -81,8 +89,40 @@ class _Product(torch.autograd.Function):
             )
         if ctx.needs_input_grad[4]:
             pair = (grad, rows) if ctx.transposed else (rows, grad)
-            of_weight = ctx.implementation.outer(*pair, sizes)
-        return None, None, None, of_rows, of_weight, None
+            if ctx.pairs is None:
+                of_weight = ctx.implementation.outer(*pair, sizes)
+            else:
+                ctx.pairs[id(ctx)] = pair
+        return None, None, None, of_rows, of_weight, None, None
+
+
+def _joined(weight: Tensor) -> tuple[Tensor, Tensor, Pairs]:
+    pairs: Pairs = {}
+    return weight, _Joined.apply(weight, pairs), pairs
+
+
+class _Joined(torch.autograd.Function):
+    """A weight of products of which each leaves a pair; its gradient is one product of all rows."""
+
+    @staticmethod
+    def forward(weight: Tensor, pairs: Pairs) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.experts, ctx.pairs = len(inputs[0]), inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @differentiable_once(ONCE)
+    def backward(ctx: Any, grad: None) -> tuple[Tensor, None]:
+        sides = (
+            torch.cat([rows.unflatten(0, (ctx.experts, -1)) for rows in side], 1)
+            for side in zip(*ctx.pairs.values(), strict=True)
+        )
+        ctx.pairs.clear()
+        left, right = ops.barrier(list(sides))  # joined again for each tile of the product without
+        return torch.bmm(left.mT, right), None
 
 
 def _implementation(rows: Tensor) -> Implementation:

@@ -10,17 +10,15 @@ the tokens of all ranks along the axis.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.mesh import EXPERT
 from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.nn.experts.routes import ONCE, Routes
+from xla_fsdp.nn.experts.routes import Routes
 from xla_fsdp.tensor_parallel import mappings
 from xla_fsdp.tensor_parallel.parallel_module import Forward, ParallelStyle, ParamCut, own_cuts
 
@@ -158,63 +156,14 @@ def _to_experts(
     In a round for each rank: the compiler hides sends from rank to rank under the products of other
     rounds, and leaves an all-to-all blocking.
     """
-    each, own = math.ceil(capacity * experts.numel() / total), total // axis.size
+    own = total // axis.size
     # Numbered from this rank's own on, so that the rows of a round are the same on every rank.
     ahead = (experts - axis.local_rank_on_device * own) % total
     routes = Routes.of(ahead, total, capacity)
-    places = _Places.of(routes, each)
-    rounds = _Moved.apply(routes.spread(tokens), *places).split(own * each)
+    rounds = routes.spread(tokens).chunk(axis.size)
     received = [mappings.send(rows, axis, number) for number, rows in enumerate(rounds)]
-    computed = [compute(rows, Routes.even(own, each, rows.device)) for rows in received]
+    # Weights' gradients of all rounds are one product: each would be as large as the weight.
+    even = Routes.even(own, len(rounds[0]) // own, tokens.device)._replace(joined={})
+    computed = [compute(rows, even) for rows in received]
     found = torch.cat([mappings.send(rows, axis, -at) for at, rows in enumerate(computed)])
-    return routes.combine(_Moved.apply(found, *_Places.back(places)), weights).to(tokens.dtype)
-
-
-class _Places(tuple[Tensor, Tensor, Tensor, Tensor]):
-    """For each place, [places], the row that it takes, and whether there is one; for each row the
-    place that takes it, and whether one does."""
-
-    @classmethod
-    def of(cls, routes: Routes, each: int) -> _Places:
-        """Give each expert ``each`` places for its rows."""
-        count, device = len(routes.order), routes.sizes.device
-        ends = routes.sizes.cumsum(0, dtype=torch.int32)
-        starts = ends - routes.sizes
-        within = torch.arange(each, dtype=torch.int32, device=device)
-        rows = (starts.unsqueeze(1) + within).flatten().clamp(max=count - 1)
-        has_row = (within < routes.sizes.unsqueeze(1)).flatten()
-        row = torch.arange(count, dtype=torch.int32, device=device)
-        expert = (row.unsqueeze(1) >= ends).sum(1, dtype=torch.int32)
-        has_place = expert < len(ends)
-        expert = expert.clamp(max=len(ends) - 1)
-        places = expert * each + row - starts.index_select(0, expert)
-        return cls((rows, has_row, places.clamp(0, len(ends) * each - 1), has_place))
-
-    @classmethod
-    def back(cls, there: _Places) -> _Places:
-        """Return what undoes it."""
-        return cls((*there[2:], *there[:2]))
-
-
-# ---------------------------------------------------------------- autograd
-
-
-class _Moved(torch.autograd.Function):
-    """Rows at places: row ``index[i]`` at i where ``there[i]``, else zeros; no row is at two."""
-
-    @staticmethod
-    def forward(
-        rows: Tensor, index: Tensor, there: Tensor, inverse: Tensor, is_taken: Tensor
-    ) -> Tensor:
-        return torch.where(there.unsqueeze(1), rows.index_select(0, index), 0.0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[3:])
-
-    @staticmethod
-    @differentiable_once(ONCE)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inverse, is_taken = ctx.saved_tensors
-        taken = torch.where(is_taken.unsqueeze(1), grad.index_select(0, inverse), 0.0)
-        return taken, None, None, None, None
+    return routes.combine(found, weights).to(tokens.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 Multiply = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
@@ -27,3 +28,20 @@ class Implementation:
 
     multiply: Multiply
     outer: Outer
+
+
+def _apart(rows: Tensor, sizes: Tensor) -> Tensor:
+    return rows.unflatten(0, (len(sizes), -1))
+
+
+def _multiply(rows: Tensor, weight: Tensor, sizes: Tensor, transposed: bool, whole: bool) -> Tensor:
+    weight = weight.mT if transposed else weight
+    return torch.bmm(_apart(rows, sizes), weight).flatten(0, 1)
+
+
+def _outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    return torch.bmm(_apart(left, sizes).mT, _apart(right, sizes))
+
+
+BATCHED = Implementation(_multiply, _outer)
+"""For groups of equally many rows: one batched product."""

@@ -12,6 +12,9 @@ from xla_fsdp.distributed.higher_order import differentiable_once
 
 ONCE = "routes of tokens to experts save no graph of their backward; use experts of plain torch"
 
+Pairs = dict[int, tuple[Tensor, Tensor]]
+"""For each product of rows with one weight, the two whose product is the weight's gradient."""
+
 
 class Routes(NamedTuple):
     """Pairs of a token and one of its experts, as rows sorted by expert.
@@ -20,11 +23,14 @@ class Routes(NamedTuple):
     up a token's rows along a dim that is not tiled. Pairs without an expert are the last rows.
     """
 
-    order: Tensor  # [rows] int32, the pair of each row
-    places: Tensor  # [rows] int32, the row of each pair
+    order: Tensor  # [rows] int32, the pair of each row; below 0 for none
+    places: Tensor  # [pairs] int32, the row of each pair; below 0 for none
     sizes: Tensor  # [experts] int32, rows of each expert
     kept: Tensor | None  # [tokens, choices] bool, whether a pair has an expert; None if all have
     choices: int  # experts of a token
+    each: int | None = None  # rows of every expert, of a pair or of none; None if this varies
+    # For rounds of rows with the same weights, by id: the weight, what stands for it, their pairs.
+    joined: dict[int, tuple[Tensor, Tensor, Pairs]] | None = None
 
     @classmethod
     def of(cls, experts: Tensor, num_experts: int, capacity: float | None = None) -> Routes:
@@ -34,16 +40,23 @@ class Routes(NamedTuple):
             experts: numbers from 0.
             num_experts: of which no other has rows.
             capacity: how many times its even share of the pairs an expert takes at most, first
-                choices first, then earlier tokens first. None for no limit.
+                choices first, then earlier tokens first. Each then has so many rows; those of no
+                pair are behind its others. None for no limit, and no such rows.
         """
+        routes = cls._sorted(experts, num_experts, None)
         if capacity is None:
-            return cls._sorted(experts, num_experts, None)
-        limit = math.ceil(capacity * experts.numel() / num_experts)
-        first = cls._sorted(experts, num_experts, None)
-        starts = first.sizes.cumsum(0, dtype=torch.int32) - first.sizes
-        before = starts.index_select(0, experts.t().reshape(-1))
-        kept = (first.places - before < limit).unflatten(0, (experts.shape[1], -1)).t()
-        return cls.kept_of(experts, num_experts, kept)
+            return routes
+        each = math.ceil(capacity * experts.numel() / num_experts)
+        starts = routes.sizes.cumsum(0, dtype=torch.int32) - routes.sizes
+        numbers = experts.t().reshape(-1).to(torch.int32)
+        within = routes.places - starts.index_select(0, numbers)
+        places = torch.where(within < each, numbers * each + within, -1)
+        within = torch.arange(each, dtype=torch.int32, device=starts.device)
+        rows = (starts.unsqueeze(1) + within).flatten().clamp(max=experts.numel() - 1)
+        is_of_pair = (within < routes.sizes.unsqueeze(1)).flatten()
+        order = torch.where(is_of_pair, routes.order.index_select(0, rows), -1)
+        even = cls.even(num_experts, each, starts.device)
+        return even._replace(order=order, places=places, choices=experts.shape[1])
 
     @classmethod
     def kept_of(cls, experts: Tensor, num_experts: int, kept: Tensor) -> Routes:
@@ -55,7 +68,7 @@ class Routes(NamedTuple):
         """Return routes of sorted rows, of which every expert has ``each``."""
         rows = torch.arange(num_experts * each, dtype=torch.int32, device=device)
         sizes = torch.full((num_experts,), each, dtype=torch.int32, device=device)
-        return cls(rows, rows, sizes, None, 1)
+        return cls(rows, rows, sizes, None, 1, each)
 
     @classmethod
     def _sorted(cls, experts: Tensor, num_experts: int, kept: Tensor | None) -> Routes:
@@ -67,8 +80,10 @@ class Routes(NamedTuple):
         return cls(order, places, sizes, kept, experts.shape[1])
 
     def spread(self, tokens: Tensor) -> Tensor:
-        """Return the row of each pair, [rows, width], out of ``tokens``, [tokens, width]."""
-        result: Tensor = _Taken.apply(tokens, self.order, self.places, self.choices)
+        """Return the row of each pair, [rows, width], out of ``tokens``, [tokens, width]; zeros in
+        rows of none."""
+        gaps = self.each is not None
+        result: Tensor = _Taken.apply(tokens, self.order, self.places, self.choices, gaps)
         return result
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
@@ -83,7 +98,9 @@ class Routes(NamedTuple):
         """
         if self.kept is not None:
             weights = torch.where(self.kept, weights, 0.0)
-        pairs = _Taken.apply(rows, self.places, self.order, 1).unflatten(0, (self.choices, -1))
+        gaps = self.each is not None
+        pairs = _Taken.apply(rows, self.places, self.order, 1, gaps)
+        pairs = pairs.unflatten(0, (self.choices, -1))
         return (pairs * weights.t().unsqueeze(-1)).sum(0)
 
     def rows_of_experts(self, values: Tensor) -> Tensor:
@@ -100,24 +117,29 @@ class _Taken(torch.autograd.Function):
 
     Row i is row ``index[i]`` of the copies, one after the other; ``inverse`` is the inverse
     permutation, by which backward takes rows of the gradient, where autograd's own adds them up one
-    after the other.
+    after the other. With ``gaps`` both may be below 0, where rows are zeros.
     """
 
     @staticmethod
-    def forward(rows: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        return rows.index_select(0, index if copies == 1 else index % len(rows))
+    def forward(rows: Tensor, index: Tensor, inverse: Tensor, copies: int, gaps: bool) -> Tensor:
+        return _take(rows, index, gaps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, inverse, ctx.copies = inputs
+        _, _, inverse, ctx.copies, ctx.gaps = inputs
         ctx.save_for_backward(inverse)
 
     @staticmethod
     @differentiable_once(ONCE)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         [inverse] = ctx.saved_tensors
-        taken = grad.index_select(0, inverse)
+        taken = _take(grad, inverse, ctx.gaps)
         if ctx.copies > 1:
             wide = torch.promote_types(grad.dtype, torch.float32)
             taken = taken.unflatten(0, (ctx.copies, -1)).sum(0, dtype=wide).to(grad.dtype)
-        return taken, None, None, None
+        return taken, None, None, None, None
+
+
+def _take(rows: Tensor, index: Tensor, gaps: bool) -> Tensor:
+    taken = rows.index_select(0, index % len(rows))
+    return torch.where((index >= 0).unsqueeze(1), taken, 0.0) if gaps else taken

@@ -20,7 +20,11 @@ TILE = 16
 """Rows of a tile of 16-bit elements in TPU memory."""
 
 CHUNK_BYTES = 2**24
-"""Approximate size of a chunk with its logits, if the user does not give the number of chunks."""
+"""Approximate size of the smallest chunk with its logits, if the user does not give the number of
+chunks."""
+
+MAX_CHUNKS = 8
+"""Chunks of a weight that is so large that ``CHUNK_BYTES`` would make more, without logits."""
 
 NO_CLASS = -1
 
@@ -87,18 +91,26 @@ def cut_into(num_classes: int, num_ranks: int, shard_rows: int, count: int) -> C
     return Chunks(num_classes, num_ranks, shard_rows, rounded)
 
 
-def cut_by_size(num_classes: int, num_ranks: int, shard_rows: int, bytes_per_class: int) -> Chunks:
-    """Return chunks of at most ``CHUNK_BYTES``, but at least one tile; of the sizes from two thirds
-    of that on, choose the one with the least padding.
+def cut_by_size(
+    num_classes: int, num_ranks: int, shard_rows: int, row_bytes: int, logit_bytes: int
+) -> Chunks:
+    """Return chunks of at most ``CHUNK_BYTES``, or of a large weight's part of ``MAX_CHUNKS``, but
+    at least one tile; of the sizes from two thirds of that on, choose the one with the least
+    padding.
+
+    Each chunk reads all tokens and adds to their gradients, so many chunks take time. Nor may their
+    number follow from the tokens alone, as batches of ranks may differ in length.
 
     Args:
         num_classes: rows of the weight.
         num_ranks: ranks over which it is sharded.
         shard_rows: rows of each shard.
-        bytes_per_class: memory for one row of the weight and the logits of its class.
+        row_bytes: memory for one row of the weight.
+        logit_bytes: memory for the logits of one class.
     """
-    tile_bytes = TILE * num_ranks * bytes_per_class
-    most = max(1, min(CHUNK_BYTES // tile_bytes, -(-shard_rows // TILE)))
+    chunk_bytes = max(CHUNK_BYTES, num_classes * row_bytes // MAX_CHUNKS)
+    tile_bytes = TILE * num_ranks * (row_bytes + logit_bytes)
+    most = max(1, min(chunk_bytes // tile_bytes, -(-shard_rows // TILE)))
     tiles = range(most, most * 2 // 3, -1)
     cuts = [Chunks(num_classes, num_ranks, shard_rows, each * TILE) for each in tiles]
     return min(cuts, key=lambda cut: cut.padded_rows)  # the largest of equal ones

@@ -57,7 +57,8 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
         num_embeddings: rows of the table.
         embedding_dim: width of a row.
         pieces: maximum number of pieces in which to gather the table; None for pieces of up to 16
-            MiB, or to send rows if that is less. A table of one piece is gathered like any unit.
+            MiB, or an eighth of the table if that is more, or to send rows if that sends less. A
+            table of one piece is gathered like any unit.
         options: those of ``nn.Embedding``. With ``max_norm``, ``scale_grad_by_freq`` or ``sparse``
             the table is gathered like any unit, with a warning; units refuse to run with
             ``max_norm``, which changes the table, and XLA cannot train with ``sparse``.

@@ -69,12 +69,12 @@ class ChunkedWeights:
         return name in self._numbers and self._param(name).leaf.requires_grad
 
     def cut(self, count: int | None, num_rows: int, dtype: torch.dtype) -> Chunks:
-        """Return at most ``count`` chunks; for None, chunks of about ``CHUNK_BYTES`` including
+        """Return at most ``count`` chunks; for None, as many as ``cut_by_size`` says with
         ``num_rows`` rows of logits, all in ``dtype``."""
         sizes = (self.num_classes, self.num_ranks, self.shard_rows)
         if count is not None:
             return cut_into(*sizes, count)
-        return cut_by_size(*sizes, (self.width + num_rows) * dtype.itemsize)
+        return cut_by_size(*sizes, self.width * dtype.itemsize, num_rows * dtype.itemsize)
 
     def sent(self, shards: Sequence[Tensor], chunks: Chunks) -> Tensor:
         """Return the weight's shard as it is gathered, in chunks: [chunks, rows, width]."""

@@ -165,7 +165,7 @@ class LocalStorage:
         path = self._root / folder
         with failing(path, "cannot be listed"), suppress(*ABSENT), os.scandir(path) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # a temporary file, renamed meanwhile
+                with suppress(OSError):  # a temporary file, renamed meanwhile; a link to itself
                     if entry.is_file():
                         found[entry.name] = entry.stat().st_size
         return found

@@ -441,6 +441,21 @@ def refusals_of_memory() -> list[str]:
     return [message(each) for each in [functools.partial(step, x) for step, x in steps] + views]
 
 
+def kept_output(kept: Callable[[Tensor], Tensor]) -> tuple[list[float], int]:
+    """Return what a compiled step keeps of a result that has a graph, and how often it was
+    replayed."""
+    [weight] = device_tensors(1)
+    state = {"weight": weight.requires_grad_(), "kept": device_tensors(1)[0]}
+
+    def step(x: Tensor) -> None:
+        state["kept"] = kept(state["weight"] * x)
+
+    compiled = compile_step(step, state=[state])
+    for number in range(1, 7):
+        compiled(device_tensors(1)[0].fill_(number))
+    return state["kept"].tolist(), compiled.replays
+
+
 PAIRS: dict[str, Any] = {
     "returned_sums": returned_sums,
     "shared_later": shared_later,
@@ -458,7 +473,12 @@ def memory_of_state(rank: int) -> dict[str, Any]:
         name: [each(compiled=compiled) for compiled in (False, True)]
         for name, each in PAIRS.items()
     }
-    return {**pairs, "refused": refusals_of_memory()}
+    graphs = {
+        "detached": kept_output(Tensor.detach),
+        "itself": message(lambda: kept_output(lambda y: y)),
+        "a parameter": message(lambda: kept_output(lambda y: y.detach().requires_grad_())),
+    }
+    return {**pairs, "refused": refusals_of_memory(), "graphs": graphs}
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -493,6 +513,15 @@ def test_memory_that_a_replay_would_not_follow_is_refused() -> None:
     for each in views:
         assert "a view of a tensor; keep a clone of it" in each, each
         assert "Hand it to the step" not in each, each
+
+
+def test_a_step_keeps_results_without_their_graphs() -> None:
+    found = result("memory_of_state")["graphs"]
+    values, replays = found["detached"]
+    assert values == [0.0, 6.0, 12.0, 18.0]
+    assert replays >= 2
+    assert "keeps a tensor with a graph as state[0]['kept']" in found["itself"]
+    assert "replaces state[0]['kept'], a parameter; change it in place" in found["a parameter"]
 
 
 class Following(nn.Module):

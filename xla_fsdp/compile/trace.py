@@ -534,10 +534,7 @@ class _Builder:
                 if tensor is not self._tensors.get(self._where(number)):
                     self.new.add(number)
                     if tensor.requires_grad:
-                        self.problem = (
-                            f"the step replaces {self._labels[number]}, a parameter; change it in "
-                            f"place"
-                        )
+                        self.problem = _replaced(self._labels[number], tensor)
                 found.append(("slot", number))
             for number, argument in enumerate(self._arguments):
                 if argument is tensor:
@@ -588,6 +585,15 @@ class _Builder:
         if reference[0] == "slot":
             return ("slot", self._numbers[reference[1]])
         return reference
+
+
+def _replaced(label: str, tensor: Tensor) -> str:
+    if tensor.is_leaf:
+        return f"the step replaces {label}, a parameter; change it in place"
+    return (
+        f"the step keeps a tensor with a graph as {label}, and a replay makes no graph; keep its "
+        f"detach()"
+    )
 
 
 def _unknown_tensor(value: Tensor, place: str) -> str:

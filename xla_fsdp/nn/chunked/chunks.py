@@ -98,8 +98,9 @@ def cut_by_size(
     at least one tile; of the sizes from two thirds of that on, choose the one with the least
     padding.
 
-    Each chunk reads all tokens and adds to their gradients, so many chunks take time. Nor may their
-    number follow from the tokens alone, as batches of ranks may differ in length.
+    Each chunk reads all tokens and adds to their gradients, so many chunks take time. The limit
+    follows from the weight alone, so chunks without logits are the same on ranks whose batches
+    differ in length.
 
     Args:
         num_classes: rows of the weight.

@@ -165,18 +165,18 @@ def test_pieces_hold_every_class_once_and_in_the_order_of_shards(
 
 @pytest.mark.parametrize(("classes", "ranks", "width", "rows"), [
     (50304, 16, 1024, 1024), (50257, 16, 1024, 1024), (128256, 16, 4096, 8192),
-    (128256, 256, 4096, 2048), (32000, 8, 4096, 4096),
+    (128256, 256, 4096, 2048), (32000, 8, 4096, 4096), (128256, 64, 4096, 32768),
 ])  # fmt: skip
 def test_automatic_pieces_are_tiles_of_about_one_size_with_little_padding(
     classes: int, ranks: int, width: int, rows: int
 ) -> None:
     shard_rows = -(-classes // ranks)
     per_class = (width + rows) * 2
-    pieces = cut_by_size(classes, ranks, shard_rows, 2 * width, 2 * rows)
+    pieces = cut_by_size(classes, ranks, shard_rows, width, rows, 2)
     assert pieces.rows % TILE == 0
     assert pieces.padded_rows <= 1.02 * shard_rows + TILE
     size, tile = pieces.rows * ranks * per_class, TILE * ranks * per_class
-    most = max(CHUNK_BYTES, 2 * classes * width / 8)
+    most = max(CHUNK_BYTES, 2 * classes * width / 8, width * per_class)
     assert size == tile or most / 2 <= size <= most
 
 

@@ -92,26 +92,28 @@ def cut_into(num_classes: int, num_ranks: int, shard_rows: int, count: int) -> C
 
 
 def cut_by_size(
-    num_classes: int, num_ranks: int, shard_rows: int, row_bytes: int, logit_bytes: int
+    num_classes: int, num_ranks: int, shard_rows: int, width: int, num_rows: int, itemsize: int
 ) -> Chunks:
     """Return chunks of at most ``CHUNK_BYTES``, or of a large weight's part of ``MAX_CHUNKS``, but
-    at least one tile; of the sizes from two thirds of that on, choose the one with the least
-    padding.
+    of as many classes as the weight has columns, or at least one tile; of the sizes from two thirds
+    of that on, choose the one with the least padding.
 
-    Each chunk reads all tokens and adds to their gradients, so many chunks take time. The limit
-    follows from the weight alone, so chunks without logits are the same on ranks whose batches
-    differ in length.
+    Each chunk reads all tokens and adds to their gradients, so many chunks take time. Logits of as
+    many classes as columns take what the hidden states take. Without logits the limit follows from
+    the weight alone, so chunks are the same on ranks whose batches differ in length.
 
     Args:
         num_classes: rows of the weight.
         num_ranks: ranks over which it is sharded.
         shard_rows: rows of each shard.
-        row_bytes: memory for one row of the weight.
-        logit_bytes: memory for the logits of one class.
+        width: columns of the weight.
+        num_rows: rows of logits, 0 without.
+        itemsize: bytes of an element of both.
     """
-    chunk_bytes = max(CHUNK_BYTES, num_classes * row_bytes // MAX_CHUNKS)
-    tile_bytes = TILE * num_ranks * (row_bytes + logit_bytes)
-    most = max(1, min(chunk_bytes // tile_bytes, -(-shard_rows // TILE)))
-    tiles = range(most, most * 2 // 3, -1)
-    cuts = [Chunks(num_classes, num_ranks, shard_rows, each * TILE) for each in tiles]
+    chunk_bytes = max(CHUNK_BYTES, num_classes * width * itemsize // MAX_CHUNKS)
+    tile_classes = TILE * num_ranks
+    tiles = chunk_bytes // (tile_classes * (width + num_rows) * itemsize)
+    most = max(1, min(max(tiles, width // tile_classes), -(-shard_rows // TILE)))
+    sizes = range(most, most * 2 // 3, -1)
+    cuts = [Chunks(num_classes, num_ranks, shard_rows, each * TILE) for each in sizes]
     return min(cuts, key=lambda cut: cut.padded_rows)  # the largest of equal ones

@@ -59,8 +59,8 @@ class LinearCrossEntropy(nn.Linear, ChunkedModule):
         reduction: "mean" over rows that are not ignored (NaN if all are, as in torch), "sum" or
             "none".
         pieces: maximum number of pieces in which to gather the weight; None for pieces of up to 16
-            MiB, or an eighth of the weight if that is more, weight and logits together. A head of
-            one piece is gathered like any unit.
+            MiB, or an eighth of the weight if that is more, weight and logits together, or of
+            ``in_features`` classes. A head of one piece is gathered like any unit.
         device: device of the parameters.
         dtype: dtype of the parameters.
 

@@ -74,7 +74,7 @@ class ChunkedWeights:
         sizes = (self.num_classes, self.num_ranks, self.shard_rows)
         if count is not None:
             return cut_into(*sizes, count)
-        return cut_by_size(*sizes, self.width * dtype.itemsize, num_rows * dtype.itemsize)
+        return cut_by_size(*sizes, self.width, num_rows, dtype.itemsize)
 
     def sent(self, shards: Sequence[Tensor], chunks: Chunks) -> Tensor:
         """Return the weight's shard as it is gathered, in chunks: [chunks, rows, width]."""

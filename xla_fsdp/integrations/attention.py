@@ -20,13 +20,21 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.context_parallel import current_context
 from xla_fsdp.integrations import UntestedVersionError, require
 from xla_fsdp.nn.attention.api import attention
+from xla_fsdp.xla import ops
+from xla_fsdp.xla.kernels import has_jax
 
 NAME = "xla_fsdp"
+WHERE_LONG = "xla_fsdp_where_long"
+LONG = 512
+"""Tokens of one block of the kernel, and of one chunk: fewer have few scores."""
+
 MOST_SCORES = 96 * 2**30  # bytes: the memory of the largest chip, a v5p
 
 
 def register() -> None:
-    """Let transformers' models take ``attn_implementation="xla_fsdp"``.
+    """Let transformers' models take ``attn_implementation="xla_fsdp"``, or
+    ``"xla_fsdp_where_long"``: that from ``LONG`` tokens on, and "sdpa" for fewer, with a cache, for
+    masks that are tensors, and on a TPU without JAX.
 
     Besides what a model asks for (grouped heads, scale, soft cap, sliding window), padding in
     ``attention_mask`` and packed ``position_ids`` become segments; other segments are given to the
@@ -47,6 +55,38 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
+    AttentionInterface.register(WHERE_LONG, attend_where_long)
+    AttentionMaskInterface.register(WHERE_LONG, mask_where_long)
+
+
+def attend_where_long(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Seen | Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as the mask says, which is of ``mask_where_long`` or of another maker."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    chosen: Any = attend if isinstance(attention_mask, Seen) else sdpa_attention_forward
+    result: tuple[Tensor, None] = chosen(module, query, key, value, attention_mask, **options)
+    return result
+
+
+def mask_where_long(*, q_length: int, kv_length: int, device: Any, **others: Any) -> Any:
+    """Return ``mask`` where ``attention`` is to be computed without all scores; else a mask for
+    "sdpa"."""
+    from transformers.masking_utils import sdpa_mask
+
+    # Tensors without values are of a trial, whose texts are short.
+    is_long = q_length >= LONG or torch.device(device).type == "meta"
+    has_kernel = has_jax() or not ops.runtime().has_kernels()
+    if (q_length == kv_length and is_long and has_kernel) or current_context() is not None:
+        return mask(**others)
+    lengths: dict[str, Any] = {"q_length": q_length, "kv_length": kv_length}
+    return sdpa_mask(**lengths, device=device, **others)
 
 
 def attend(
@@ -77,8 +117,8 @@ def attend(
         seen = attention_mask
     else:  # of models that ask for no mask
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        seen = Seen(attention_mask, bool(causal), sliding_window)
-    if seen.segment_ids is not None and segment_ids is not None:
+        seen = Seen(attention_mask, None, bool(causal), sliding_window)
+    if segment_ids is not None and not (seen.padding is None and seen.documents is None):
         raise ValueError(
             f"{name} is given segment_ids and padding or packed position_ids; give segment_ids "
             f"alone, with a segment of its own for padding"
@@ -130,12 +170,12 @@ def _refuse(
 
 
 def _segments(query: Tensor, seen: Seen) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Return what ``attention`` takes for segments. If keys may be of another sequence than the
-    queries, those that are padded are seen by no query, also by none at the same place."""
-    if seen.segment_ids is None:
-        return None
-    ids = seen.segment_ids.to(torch.int32)
-    return ids if seen.is_causal else (ids.new_ones(query.shape[0], query.shape[2]), ids)
+    """Return what ``attention`` takes for segments. Padded keys are seen by no query, also by none
+    at the same place."""
+    if seen.padding is None:
+        return seen.documents
+    keys = seen.padding.to(torch.int32)
+    return keys.new_ones(query.shape[0], query.shape[2]), keys
 
 
 # ---------------------------------------------------------------- masks of transformers
@@ -148,7 +188,8 @@ class Seen(NamedTuple):
     without a mask it would see too much.
     """
 
-    segment_ids: Tensor | None  # [batch, length]
+    padding: Tensor | None  # [batch, keys], false or 0 for keys that nothing sees
+    documents: Tensor | None  # [batch, length] int32, ids of packed texts; then without padding
     is_causal: bool
     window: int | None  # as that of ``attention``
 
@@ -172,12 +213,12 @@ def mask(
             f"the model masks attention by {', '.join(unknown)}, which attn_implementation="
             f'"{NAME}" does not know; load it with "sdpa" or "eager"'
         )
-    segment_ids = attention_mask
     positions = parts.get("remap_positions_for_packed_sequence", {}).get("position_ids")
-    if positions is not None and current_context() is None:
-        segment_ids = _documents(positions)
     is_causal = mask_function is None or "causal_mask_function" in parts
-    return Seen(segment_ids, is_causal, _window(parts, is_causal))
+    window = _window(parts, is_causal)
+    if positions is not None and current_context() is None:
+        return Seen(None, _documents(positions), is_causal, window)
+    return Seen(attention_mask, None, is_causal, window)
 
 
 def _documents(positions: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.init.managed import subclass_problems
 from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
-from xla_fsdp.integrations.attention import LONG, NAME, WHERE_LONG
 from xla_fsdp.nn.activation_checkpoint import checkpoint_module, unbound_forward
 from xla_fsdp.nn.chunked import LinearCrossEntropy, StreamedEmbedding
 from xla_fsdp.nn.chunked.chunks import CHUNK_BYTES
@@ -35,6 +34,7 @@ from xla_fsdp.optim.in_backward import step_in_backward
 from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.optim.traits import acts_elementwise, needs_closure, steps_elementwise
 from xla_fsdp.recipe import experts
+from xla_fsdp.recipe.attention import LONG, NAME, WHERE_LONG
 from xla_fsdp.recipe.causal_lm import (
     StreamedLoss,
     causal_lm_in,
@@ -650,8 +650,9 @@ def _choose_experts(model: nn.Module, plan: _Plan) -> None:
 
 def _choose_attention(causal_lm: Any, plan: _Plan) -> None:
     if causal_lm is None:
-        why = "only causal language models of transformers take it by name; call xla_fsdp.attention"
-        plan.leave_out("attention", "", why)
+        if plan.recipe.attention:
+            why = "only causal language models of transformers are known; call xla_fsdp.attention"
+            plan.leave_out("attention", "", why)
     elif causal_lm.config._attn_implementation in (NAME, WHERE_LONG):
         plan.do("attention", "without all scores, as the model was given")
     elif why := why_all_scores(causal_lm):

@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from types import MethodType
 from typing import Any
 
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.context_parallel import mean_over_context
 from xla_fsdp.fsdp.engine.autograd import on_device, version_of
 from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
-from xla_fsdp.integrations import UntestedVersionError, attention
 from xla_fsdp.nn.activation_checkpoint import unbound_forward
 from xla_fsdp.nn.chunked import LinearCrossEntropy
+from xla_fsdp.recipe import attention
 
 IGNORED = -100
 """The label that transformers ignores by default, and so does ``LinearCrossEntropy``."""
@@ -92,6 +93,8 @@ def why_all_scores(model: Any) -> str:
     """Return why the attention of a causal language model keeps a tensor of all scores; empty if it
     need not, which a copy of the model without values has shown."""
     kind, before = type(model).__name__, model.config._attn_implementation
+    if (found := version("transformers")).startswith("4."):
+        return f"transformers {found} says in another way what tokens see; it needs 5"
     if before != "sdpa":
         return f'it has attn_implementation="{before}", not "sdpa"'
     if not model._can_set_attn_implementation():
@@ -103,8 +106,6 @@ def why_all_scores(model: Any) -> str:
         trial.set_attn_implementation({"": attention.WHERE_LONG})
         with torch.device("meta"), torch.no_grad():
             trial(input_ids=torch.zeros(1, 4, dtype=torch.long))
-    except UntestedVersionError as error:
-        return str(error)
     except Exception as error:  # of the model's own, too
         return f"{kind} could not be tried: {type(error).__name__}: {error}"
     return ""

@@ -41,6 +41,7 @@ SUBJECTS = (
     ("nn/chunked/", "A head that is never whole", "chunked.md"),
     ("nn/attention/", "Attention without all scores", "attention.md"),
     ("integrations/attention.py", "Attention without all scores", "attention.md"),
+    ("recipe/attention.py", "Attention without all scores", "attention.md"),
     ("compile/", "The whole step as one call", "compile_step.md"),
     ("fsdp/engine/", "Training", "training.md"),
     ("nn/", "Training", "training.md"),

@@ -31,8 +31,9 @@ from large_models import build_one_rank, leave_alone, optimizer_of, training_ste
 from xla_fsdp import Mesh, Parallelized, Recipe, context_parallel, parallelize
 from xla_fsdp.integrations.attention import NAME, register
 
+SDPA = "sdpa"  # torch's; lean and fast recipes compute it without all scores, if these are many
 EAGER = "eager"  # plain operations on all scores, which XLA fuses itself
-ATTENTION = (EAGER, NAME)
+ATTENTION = (SDPA, EAGER, NAME)
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Sizes:
     ffn: int = 28672
     vocabulary: int = 128256
 
-    def config(self, attention: str = EAGER) -> LlamaConfig:
+    def config(self, attention: str = SDPA) -> LlamaConfig:
         """The same for transformers."""
         return LlamaConfig(
             hidden_size=self.width,
@@ -63,7 +64,7 @@ class Sizes:
         )
 
 
-def build_model(sizes: Sizes, *, attention: str = EAGER) -> LlamaForCausalLM:
+def build_model(sizes: Sizes, *, attention: str = SDPA) -> LlamaForCausalLM:
     """The model, without memory but for its table of rotary frequencies, which has no values of
     its own to load or to draw."""
     if attention == NAME:
@@ -107,7 +108,7 @@ def step(
     lean: bool = False,
     offload: bool = False,
     flat: bool = False,
-    attention: str = EAGER,
+    attention: str = SDPA,
     method: str = "auto",
     mesh: Mesh | None = None,
     recipe: Recipe | None = None,
@@ -176,7 +177,7 @@ def mask_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
     Without one transformers reads values in every step, to see whether texts are packed.
     """
-    if model.config._attn_implementation == NAME:
+    if model.config._attn_implementation != EAGER:
         return torch.ones_like(tokens)  # nothing is padded
     length, device = tokens.shape[1], tokens.device
     unseen = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from flags import add_switch, at_least, number
-from llama import ATTENTION, EAGER, Sizes
+from llama import ATTENTION, NAME, SDPA, Sizes
 from text import BYTES
 
 
@@ -78,7 +78,7 @@ def _problem(options: Options) -> str | None:
     sizes = options.sizes
     if sizes.width % sizes.heads or sizes.heads % sizes.kv_heads:
         return "--heads must divide --width, and --kv_heads must divide --heads"
-    if options.context > 1 and options.attention == EAGER:
+    if options.context > 1 and options.attention != NAME:
         return "--context wants --attention xla_fsdp, which sees what other ranks have"
     if options.lora and options.model is None:
         return "--lora adapts a model that was trained before: give its folder as --model"
@@ -124,7 +124,7 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
     add("--compile_cache", type=Path, help="on TPU: keep compiled programs there")
     add("--mesh", type=_mesh, help="as replica=2,shard=4: the last axis shards")
     add("--recipe", default="plain", help="lean, fast or plain, or the file of a recipe")
-    add("--attention", choices=ATTENTION, default=EAGER, help="xla_fsdp: memory linear in --length")
+    add("--attention", choices=ATTENTION, default=SDPA, help="xla_fsdp: memory linear in --length")
     add("--context", type=at_least(1), default=1, help="ranks that share each window")
     add("--compute_dtype", choices=("float32", "bfloat16"), default="float32")
 

@@ -16,6 +16,7 @@ from test.common.scenarios import message
 transformers = pytest.importorskip("transformers")
 
 from xla_fsdp.integrations import UntestedVersionError, attention  # noqa: E402
+from xla_fsdp.recipe.attention import mask  # noqa: E402
 
 if transformers.__version__ < "5":
     pytest.skip("models take it by name from transformers 5 on", allow_module_level=True)
@@ -181,7 +182,7 @@ def test_refuses_masks_that_it_does_not_know() -> None:
 
     other = or_masks(causal_mask_function, chunked_overlay(2, torch.zeros(1)))
     with pytest.raises(ValueError, match="masks attention by or_masks, chunked_overlay"):
-        attention.mask(mask_function=other)
+        mask(mask_function=other)
 
 
 def on_xla(rank: int) -> dict[str, Any]:

@@ -7,26 +7,25 @@ on CPU). Calling them again does nothing.
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
-from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from xla_fsdp.distributed.context_parallel import current_context
 from xla_fsdp.integrations import UntestedVersionError, require
 from xla_fsdp.nn.attention.api import attention
+from xla_fsdp.recipe import attention as by_name
+from xla_fsdp.recipe.attention import NAME
 
-NAME = "xla_fsdp"
 MOST_SCORES = 96 * 2**30  # bytes: the memory of the largest chip, a v5p
 
 
 def register() -> None:
-    """Let transformers' models take ``attn_implementation="xla_fsdp"``.
+    """Let transformers' models take ``attn_implementation="xla_fsdp"``, or
+    ``"xla_fsdp_where_long"``: that from ``LONG`` tokens on, and "sdpa" for fewer, with a cache, for
+    masks that are tensors, and on a TPU without JAX.
 
     Besides what a model asks for (grouped heads, scale, soft cap, sliding window), padding in
     ``attention_mask`` and packed ``position_ids`` become segments; other segments are given to the
@@ -42,185 +41,7 @@ def register() -> None:
             f"says in another way what tokens see (and needs Python 3.11); replace_sdpa() works "
             f'with this one, for models loaded with "sdpa"'
         )
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, mask)
-
-
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Seen | Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    segment_ids: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention as transformers' own functions do.
-
-    Returns:
-        [batch, length, heads, size], and no weights.
-
-    Raises:
-        ValueError: if the model asks for what ``attention`` cannot do.
-    """
-    name = type(module).__name__
-    _refuse(name, dropout, attention_mask, {key: others.get(key) for key in _UNKNOWN})
-    if isinstance(attention_mask, Seen):
-        seen = attention_mask
-    else:  # of models that ask for no mask
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        seen = Seen(attention_mask, bool(causal), sliding_window)
-    if seen.segment_ids is not None and segment_ids is not None:
-        raise ValueError(
-            f"{name} is given segment_ids and padding or packed position_ids; give segment_ids "
-            f"alone, with a segment of its own for padding"
-        )
-    if seen.is_causal and query.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"{name} has {query.shape[2]} queries for {key.shape[2]} keys, as in generation with a "
-            f"cache. Generate with use_cache=False, or after "
-            f'model.set_attn_implementation("sdpa")'
-        )
-    output = attention(
-        query,
-        key,
-        value,
-        is_causal=seen.is_causal,
-        scale=scaling,
-        soft_cap=softcap,
-        window=seen.window,
-        segment_ids=_segments(query, seen) if segment_ids is None else segment_ids,
-    )
-    return output.transpose(1, 2).contiguous(), None
-
-
-# What some models hand to transformers' functions, and changes the result.
-_UNKNOWN = ("position_bias", "s_aux", "cache", "head_mask")
-
-
-def _refuse(
-    name: str, dropout: float, attention_mask: Seen | Tensor | None, others: dict[str, Any]
-) -> None:
-    unknown = [key for key, value in others.items() if value is not None]
-    if unknown:
-        raise ValueError(
-            f"{name} computes attention with {', '.join(unknown)}, which attn_implementation="
-            f'"{NAME}" does not know; load this model with "sdpa" or "eager"'
-        )
-    if dropout:
-        raise ValueError(
-            f"{name} drops attention weights (p = {dropout}), which attn_implementation="
-            f'"{NAME}" does not do; set the dropout of attention to 0 in the config '
-            f"(attention_dropout, or attention_probs_dropout_prob)"
-        )
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
-        raise ValueError(
-            f"{name} is given a mask of {list(attention_mask.shape)}, and attn_implementation="
-            f'"{NAME}" takes padding [batch, length] alone; give segment_ids, or load the model '
-            f'with "sdpa"'
-        )
-
-
-def _segments(query: Tensor, seen: Seen) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Return what ``attention`` takes for segments. If keys may be of another sequence than the
-    queries, those that are padded are seen by no query, also by none at the same place."""
-    if seen.segment_ids is None:
-        return None
-    ids = seen.segment_ids.to(torch.int32)
-    return ids if seen.is_causal else (ids.new_ones(query.shape[0], query.shape[2]), ids)
-
-
-# ---------------------------------------------------------------- masks of transformers
-
-
-class Seen(NamedTuple):
-    """Which tokens see which, as the mask that a model hands to ``attend``.
-
-    Not a tensor, and never None: a model that computes attention by itself then fails, where
-    without a mask it would see too much.
-    """
-
-    segment_ids: Tensor | None  # [batch, length]
-    is_causal: bool
-    window: int | None  # as that of ``attention``
-
-
-def mask(
-    *,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    **others: Any,
-) -> Seen:
-    """Return what padding, packed sequences and positions leave to be seen; inside
-    ``context_parallel``, where positions of one sequence jump, without packed sequences.
-
-    Raises:
-        ValueError: if the mask is made of more than these.
-    """
-    parts = dict(_parts(mask_function))
-    unknown = [name for name in parts if name not in _KNOWN]
-    if unknown:
-        raise ValueError(
-            f"the model masks attention by {', '.join(unknown)}, which attn_implementation="
-            f'"{NAME}" does not know; load it with "sdpa" or "eager"'
-        )
-    segment_ids = attention_mask
-    positions = parts.get("remap_positions_for_packed_sequence", {}).get("position_ids")
-    if positions is not None and current_context() is None:
-        segment_ids = _documents(positions)
-    is_causal = mask_function is None or "causal_mask_function" in parts
-    return Seen(segment_ids, is_causal, _window(parts, is_causal))
-
-
-def _documents(positions: Tensor) -> Tensor:
-    """Return segment ids of packed sequences, each of which has consecutive positions."""
-    # Not those that transformers has found: a cumsum of bools, which on XLA is no count.
-    starts = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
-    return starts.to(torch.int32).cumsum(-1)
-
-
-def _window(parts: dict[str, dict[str, Any]], is_causal: bool) -> int | None:
-    """Return how many tokens a query sees before it (and, if not causal, after it), and itself."""
-    before = parts.get("sliding_window_overlay", {}).get("sliding_window")
-    beside = parts.get("sliding_window_bidirectional_overlay", {}).get("sliding_window")
-    if before is not None and not is_causal:
-        raise ValueError(
-            f"the model masks attention by a window before each token without a causal mask, "
-            f'which attn_implementation="{NAME}" does not know; load it with "sdpa" or "eager"'
-        )
-    widths = [before, None if beside is None else beside + 1]  # without the token itself
-    return min((int(each) for each in widths if each is not None), default=None)
-
-
-_KNOWN = (
-    "and_masks",
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay",
-    "sliding_window_bidirectional_overlay",
-    "packed_sequence_mask_function",
-    "remap_positions_for_packed_sequence",
-)
-
-
-def _parts(function: Callable[..., Any] | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the names of the functions of transformers that made ``function``, each with the values
-    it was made from."""
-    if function is None:
-        return
-    values = dict(inspect.getclosurevars(function).nonlocals)
-    yield function.__qualname__.partition(".")[0], values
-    inner = [values.get("mask_function"), *values.get("mask_functions", ())]
-    for each in inner:
-        yield from _parts(each)
+    by_name.register()
 
 
 # ---------------------------------------------------------------- models that call torch

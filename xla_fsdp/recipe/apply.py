@@ -34,7 +34,14 @@ from xla_fsdp.optim.in_backward import step_in_backward
 from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.optim.traits import acts_elementwise, needs_closure, steps_elementwise
 from xla_fsdp.recipe import experts
-from xla_fsdp.recipe.causal_lm import StreamedLoss, causal_lm_in, trace_masks, why_not_streamed
+from xla_fsdp.recipe.attention import LONG, NAME, WHERE_LONG
+from xla_fsdp.recipe.causal_lm import (
+    StreamedLoss,
+    causal_lm_in,
+    trace_masks,
+    why_all_scores,
+    why_not_streamed,
+)
 from xla_fsdp.recipe.options import SWITCHES, Name, Recipe
 from xla_fsdp.recipe.read_units import gather_what_is_read
 from xla_fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks
@@ -154,6 +161,8 @@ def parallelize(
     if mesh := _mesh_of_experts(options):
         experts.refuse_uneven(model, mesh)
     _choose_experts(model, plan)
+    if plan.wants("attention"):
+        _choose_attention(causal_lm_in(model), plan)
     ends = _stream_ends(model, [each for found in lists.values() for each in found], plan, ignored)
     _cut_experts(model, plan, options)  # after the head's trial, which runs without ranks
     units = [ends.replaced.get(each, each) for found in lists.values() for each in found]
@@ -637,6 +646,20 @@ def _choose_experts(model: nn.Module, plan: _Plan) -> None:
     for each in models_of_transformers(model):
         if before := experts.choose(each):
             plan.do("experts", f"grouped products, as {before} reads the device")
+
+
+def _choose_attention(causal_lm: Any, plan: _Plan) -> None:
+    if causal_lm is None:
+        if plan.recipe.attention:
+            why = "only causal language models of transformers are known; call xla_fsdp.attention"
+            plan.leave_out("attention", "", why)
+    elif causal_lm.config._attn_implementation in (NAME, WHERE_LONG):
+        plan.do("attention", "without all scores, as the model was given")
+    elif why := why_all_scores(causal_lm):
+        plan.leave_out("attention", "", why)
+    else:
+        causal_lm.set_attn_implementation({"": WHERE_LONG})
+        plan.do("attention", f"without all scores from {LONG} tokens on")
 
 
 def _cut_experts(model: nn.Module, plan: _Plan, options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from types import MethodType
 from typing import Any
 
@@ -23,6 +24,7 @@ from xla_fsdp.fsdp.engine.autograd import on_device, version_of
 from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
 from xla_fsdp.nn.activation_checkpoint import unbound_forward
 from xla_fsdp.nn.chunked import LinearCrossEntropy
+from xla_fsdp.recipe import attention
 
 IGNORED = -100
 """The label that transformers ignores by default, and so does ``LinearCrossEntropy``."""
@@ -74,12 +76,7 @@ def _try_streaming(model: Any) -> None:
         MisusedLossError: if the forward does not hand what the head returns, and the labels and
             keywords that it is given, to its loss function as they are.
     """
-    trace_masks()
-    tensors = [*model.parameters(), *model.buffers()]
-    trial = copy.deepcopy(model, {id(each): _without_values(each) for each in tensors}).train()
-    for module in trial.modules():  # hooks may keep what they see
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+    trial = _without_values_and_hooks(model)
     forward = trial.forward
     head = LinearCrossEntropy.from_linear(trial.get_output_embeddings(), reduction="none")
     trial.set_output_embeddings(head)
@@ -90,6 +87,39 @@ def _try_streaming(model: Any) -> None:
     call = functools.partial(forward, input_ids=ids, labels=ids, **unread)
     with torch.device("meta"), torch.no_grad():
         StreamedLoss(trial, head).run(call, ids, ids, None, unread)
+
+
+def why_all_scores(model: Any) -> str:
+    """Return why the attention of a causal language model keeps a tensor of all scores; empty if it
+    need not, which a copy of the model without values has shown."""
+    kind, before = type(model).__name__, model.config._attn_implementation
+    if (found := version("transformers")).startswith("4."):
+        return f"transformers {found} says in another way what tokens see; it needs 5"
+    if before != "sdpa":
+        return f'it has attn_implementation="{before}", not "sdpa"'
+    if not model._can_set_attn_implementation():
+        return f"{kind} does not take attention by name"
+    try:
+        attention.register()
+        trial = _without_values_and_hooks(model)
+        trial.config.use_cache = False
+        trial.set_attn_implementation({"": attention.WHERE_LONG})
+        with torch.device("meta"), torch.no_grad():
+            trial(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    except Exception as error:  # of the model's own, too
+        return f"{kind} could not be tried: {type(error).__name__}: {error}"
+    return ""
+
+
+def _without_values_and_hooks(model: Any) -> Any:
+    """Return a copy to try something on."""
+    trace_masks()
+    tensors = [*model.parameters(), *model.buffers()]
+    trial = copy.deepcopy(model, {id(each): _without_values(each) for each in tensors}).train()
+    for module in trial.modules():  # hooks may keep what they see
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return trial
 
 
 def _without_values(tensor: Tensor) -> Tensor:

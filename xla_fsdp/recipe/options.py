@@ -31,6 +31,7 @@ SWITCHES = (
     "offload_activations",
     "streamed_head",
     "streamed_embedding",
+    "attention",
     "step_in_backward",
     "compile_step",
 )
@@ -62,6 +63,8 @@ class Recipe:
         streamed_head: let the head of a causal language model of transformers compute its loss,
             and a ``LinearCrossEntropy`` of the model run, without the whole weight and logits.
         streamed_embedding: look tokens up without the whole table.
+        attention: let a causal language model of transformers 5 that computes attention by "sdpa"
+            do so without all scores where a text has 512 tokens or more; on a TPU with JAX.
         step_in_backward: step each parameter as soon as its gradient is reduced. Gradients are
             gone after backward, and cannot be clipped.
         compile_step: let ``compile`` trace a step a few times, and then replay it.
@@ -82,6 +85,7 @@ class Recipe:
     offload_activations: bool | None = None
     streamed_head: bool | None = None
     streamed_embedding: bool | None = None
+    attention: bool | None = None
     step_in_backward: bool | None = None
     compile_step: bool | None = None
     compute_dtype: str | torch.dtype | None = None

@@ -14,7 +14,7 @@ from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.nn.attention import splash
 from xla_fsdp.nn.attention.chunked import CHUNKED
 from xla_fsdp.nn.attention.context import over_context
-from xla_fsdp.nn.attention.options import Implementation, Options, Pair
+from xla_fsdp.nn.attention.options import SEES_NO_KEY, Implementation, Options, Pair
 from xla_fsdp.nn.remat_policy import checkpoint_name
 from xla_fsdp.xla import ops
 
@@ -56,7 +56,8 @@ def attention(
             place of ``segment_ids``.
 
     Returns:
-        [batch, heads, queries, value size] in the query's dtype.
+        [batch, heads, queries, value size] in the query's dtype; zeros for a query that sees no
+        key, as of torch's own function.
 
     Raises:
         ValueError: if shapes, dtypes or options do not fit.
@@ -78,7 +79,10 @@ def attention(
     ids = [each.to(torch.int32) for each in dict.fromkeys(segments or ())]  # one if it is both
     output, logsumexp = _Attention.apply(options, chosen, query, key, value, *ids)
     checkpoint_name(logsumexp, ATTENTION)
-    return checkpoint_name(output, ATTENTION)
+    output = checkpoint_name(output, ATTENTION)
+    if len(ids) < 2:  # every query sees itself
+        return output
+    return torch.where(logsumexp.unsqueeze(-1) > SEES_NO_KEY, output, 0)
 
 
 class _Attention(torch.autograd.Function):
@@ -103,7 +107,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once(
-        "attention saves no graph of its backward. Use scaled_dot_product_attention of torch"
+        "attention saves no graph of its backward. Use scaled_dot_product_attention of torch, in a "
+        "model of transformers by Recipe(attention=False)"
     )
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp, *ids = ctx.saved_tensors

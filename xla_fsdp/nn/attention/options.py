@@ -41,6 +41,9 @@ class Pair(NamedTuple):
     keys: Tensor
 
 
+SEES_NO_KEY = -1e29
+"""A log-sum-exp below this is of a query that sees no key."""
+
 Forward = Callable[[Options, Tensor, Tensor, Tensor, Pair | None], tuple[Tensor, Tensor]]
 """Takes (options, query, key, value, segments) and returns (output, log-sum-exp of the scores).
 
@@ -48,7 +51,7 @@ Shapes are query [batch, heads, queries, size], key [batch, key heads, keys, siz
 key heads, keys, value size], segments [batch, queries] and [batch, keys], output [batch, heads,
 queries, value size] in the query's dtype, and log-sum-exp [batch, heads, queries] float32, or
 float64 for float64. What a query without any visible key gets is not defined, but its log-sum-exp
-is below -1e29.
+is below ``SEES_NO_KEY``.
 """
 
 Backward = Callable[

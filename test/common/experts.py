@@ -117,7 +117,8 @@ def by_routes(case: Case, device: torch.device | str = "cpu") -> dict[str, Tenso
         bias = given.get(f"{name} bias")
         rows = grouped_linear(rows, given[name], routes, bias, transposed=case.transposed)
         rows = rows.relu() if name == "up" else rows
-    return _with_grads(routes.combine(rows, given["weights"]), given)
+    rows = rows * routes.weights_of_rows(given["weights"])
+    return _with_grads(routes.combine(rows), given)
 
 
 def _leaves(case: Case, device: torch.device | str) -> dict[str, Tensor]:

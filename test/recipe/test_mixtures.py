@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD
 
 from test.common.compare import assert_close, same
@@ -28,6 +30,7 @@ from test.common.recipes import language_model
 from test.common.scenarios import make, message
 from xla_fsdp.consolidate_sharded_ckpts import main
 from xla_fsdp.integrations.experts import register
+from xla_fsdp.recipe.experts import compute
 from xla_fsdp.recipe.options import NAMES
 
 pytestmark = pytest.mark.skipif(
@@ -78,6 +81,20 @@ def one_step(model: str, experts: str) -> dict[str, Tensor]:
     loss.backward()
     grads = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
     return {"loss": loss.detach(), **grads}
+
+
+def test_gradients_need_no_results_of_the_last_product() -> None:
+    """So a layer that is recomputed leaves that out; with an axis, their way back as well."""
+    plain: Any = make(partial(mixture, "mixtral"))
+    module = next(each for each in plain.modules() if hasattr(each, "down_proj"))
+    hidden, inner = module.down_proj.shape[1:]
+    rows = torch.randn(6, hidden, requires_grad=True)
+    chosen, weights = torch.randn(6, module.num_experts, requires_grad=True).topk(2)[::-1]
+    saved: list[torch.Size] = []
+    with saved_tensors_hooks(lambda each: saved.append(each.shape) or each, lambda each: each):
+        compute(module, rows, chosen, weights)
+    assert hidden != inner
+    assert saved.count(torch.Size([12, hidden])) == 1  # what the first product takes
 
 
 def test_a_capacity_has_a_name_of_its_own() -> None:

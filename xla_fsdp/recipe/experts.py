@@ -100,17 +100,28 @@ def compute(
             f"distributed_config and tp_plan"
         )
 
-    def of_rows(rows: Tensor, routes: Routes) -> Tensor:
+    def of_rows(rows: Tensor, routes: Routes, weights: Tensor) -> Tensor:
         up = "gate_up_proj" if experts.has_gate else "up_proj"
         inner = _linear(experts, up, rows, routes)
         inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-        result = _linear(experts, "down_proj", inner, routes)
-        return experts.post_expert_norm(result) if experts.has_post_expert_norm else result
+        if experts.has_post_expert_norm:  # of a row without its weight
+            result = _linear(experts, "down_proj", inner, routes)
+            return (experts.post_expert_norm(result) * weights).to(result.dtype)
+        return _linear(experts, "down_proj", inner, routes, weights)
 
     return exchanged(experts, hidden_states, top_k_index, top_k_weights, of_rows, capacity)
 
 
-def _linear(experts: Any, name: str, rows: Tensor, routes: Routes) -> Tensor:
+def _linear(
+    experts: Any, name: str, rows: Tensor, routes: Routes, weights: Tensor | None = None
+) -> Tensor:
+    """Return the layer of that name of each row, times its weight if given: [rows, outputs]."""
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    weight = getattr(experts, name)
-    return grouped_linear(rows, weight, routes, bias, transposed=not experts.is_transposed)
+    weight, transposed = getattr(experts, name), not experts.is_transposed
+    if weights is None:
+        return grouped_linear(rows, weight, routes, bias, transposed=transposed)
+    rows = (rows * weights).to(rows.dtype)
+    result = grouped_linear(rows, weight, routes, transposed=transposed)
+    if bias is None:
+        return result
+    return result + (routes.rows_of_experts(bias) * weights).to(result.dtype)

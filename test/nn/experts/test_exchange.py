@@ -41,9 +41,9 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(count, WIDTH, INNER) / 4)
 
     def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        def compute(rows: Tensor, routes: Routes) -> Tensor:
+        def compute(rows: Tensor, routes: Routes, weights: Tensor) -> Tensor:
             inner = torch.tanh(grouped_linear(rows, self.up, routes, self.bias))
-            return grouped_linear(inner, self.down, routes)
+            return grouped_linear(inner * weights, self.down, routes)
 
         return exchanged(self, tokens, experts, weights, compute, self.capacity)
 

@@ -22,8 +22,13 @@ from xla_fsdp.nn.experts.routes import Routes
 from xla_fsdp.tensor_parallel import mappings
 from xla_fsdp.tensor_parallel.parallel_module import Forward, ParallelStyle, ParamCut, own_cuts
 
-Compute = Callable[[Tensor, Routes], Tensor]
-"""Takes rows sorted by expert, [rows, width], and their routes; returns [rows, outputs]."""
+Compute = Callable[[Tensor, Routes, Tensor], Tensor]
+"""Takes rows sorted by expert, [rows, width], their routes and their weights, [rows, 1]; returns
+[rows, outputs], times these weights.
+
+Best is to multiply by them before the last product: their gradients then need none of its results,
+so that layers that are recomputed neither compute these again nor send them back again.
+"""
 
 
 _EXCHANGED = "_fsdp_exchanged"  # whether a running forward has exchanged tokens
@@ -99,14 +104,14 @@ def exchanged(
     compute: Compute,
     capacity: float | None = None,
 ) -> Tensor:
-    """Return the sum of what its experts compute of each token, times their weights.
+    """Return the sum of what its experts compute of each token.
 
     Args:
         module: whose experts may be cut by ``ExpertParallel``.
         tokens: [tokens, width], as many on every rank.
         experts: [tokens, choices], numbers of experts.
         weights: [tokens, choices].
-        compute: computes rows, of this rank's experts.
+        compute: computes rows, of this rank's experts, and multiplies by weights.
         capacity: see ``Routes.of``; of the tokens of each rank.
 
     Returns:
@@ -117,8 +122,8 @@ def exchanged(
     total: int = module.num_experts  # type: ignore[assignment]
     if cut is None:
         routes = Routes.of(experts, total, capacity)
-        rows = compute(routes.spread(tokens), routes)
-        return routes.combine(rows, weights).to(tokens.dtype)
+        rows = compute(routes.spread(tokens), routes, routes.weights_of_rows(weights))
+        return routes.combine(rows).to(tokens.dtype)
     axis, rounds = cut
     if capacity is not None:
         return _to_experts(axis, tokens, experts, weights, compute, capacity, total)
@@ -136,10 +141,10 @@ def _to_all(
     numbers = numbers - axis.local_rank_on_device.to(torch.int32) * own
     is_own = (numbers >= 0) & (numbers < own)
     routes = Routes.kept_of(numbers, own, is_own)
-    rows = compute(routes.spread(mappings.gather_to_parallel(tokens, axis, 0)), routes)
-    all_weights = mappings.gather_to_parallel(weights, axis, 0)
-    summands = routes.combine(rows, all_weights).to(tokens.dtype)
-    return mappings.reduce_scatter(summands, axis, 0)
+    all_weights = routes.weights_of_rows(mappings.gather_to_parallel(weights, axis, 0))
+    all_tokens = mappings.gather_to_parallel(tokens, axis, 0)
+    summands = routes.combine(compute(routes.spread(all_tokens), routes, all_weights))
+    return mappings.reduce_scatter(summands.to(tokens.dtype), axis, 0)
 
 
 def _to_experts(
@@ -162,8 +167,21 @@ def _to_experts(
     routes = Routes.of(ahead, total, capacity)
     rounds = routes.spread(tokens).chunk(axis.size)
     received = [mappings.send(rows, axis, number) for number, rows in enumerate(rounds)]
+    shares = _sent(axis, routes.weights_of_rows(weights))
     # Weights' gradients of all rounds are one product: each would be as large as the weight.
     even = Routes.even(own, len(rounds[0]) // own, tokens.device)._replace(joined={})
-    computed = [compute(rows, even) for rows in received]
+    computed = [compute(*each) for each in zip(received, [even] * axis.size, shares, strict=True)]
     found = torch.cat([mappings.send(rows, axis, -at) for at, rows in enumerate(computed)])
-    return routes.combine(found, weights).to(tokens.dtype)
+    return routes.combine(found).to(tokens.dtype)
+
+
+def _sent(axis: AxisComm, weights: Tensor) -> Sequence[Tensor]:
+    """Return the weights that come with the rows of each round, [rows, 1].
+
+    By one small all-to-all: with sends of their own the compiler leaves larger collectives
+    blocking that it hides otherwise.
+    """
+    rank, ranks = axis.local_rank_on_device, torch.arange(axis.size, device=weights.device)
+    to_ranks = weights.view(axis.size, -1).index_select(0, (ranks - rank) % axis.size)
+    of_ranks = mappings.all_to_all(to_ranks, axis, 0, 0)
+    return of_ranks.index_select(0, (rank - ranks) % axis.size).unsqueeze(2).unbind()

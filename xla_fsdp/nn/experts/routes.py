@@ -86,22 +86,20 @@ class Routes(NamedTuple):
         result: Tensor = _Taken.apply(tokens, self.order, self.places, self.choices, gaps)
         return result
 
-    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return the sum of each token's rows times their weights.
-
-        Args:
-            rows: [rows, width].
-            weights: [tokens, choices].
-
-        Returns:
-            [tokens, width] in the wider dtype of both.
-        """
+    def weights_of_rows(self, weights: Tensor) -> Tensor:
+        """Return the weight of each row's pair, [rows, 1], out of those of all pairs, [tokens,
+        choices]; 0 in rows of none."""
         if self.kept is not None:
             weights = torch.where(self.kept, weights, 0.0)
+        pairs, gaps = weights.t().reshape(-1, 1), self.each is not None
+        result: Tensor = _Taken.apply(pairs, self.order, self.places, 1, gaps)
+        return result
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Return the sum of each token's rows: [tokens, width] of [rows, width], in their dtype."""
         gaps = self.each is not None
-        pairs = _Taken.apply(rows, self.places, self.order, 1, gaps)
-        pairs = pairs.unflatten(0, (self.choices, -1))
-        return (pairs * weights.t().unsqueeze(-1)).sum(0)
+        result: Tensor = _Summed.apply(rows, self.places, self.order, self.choices, gaps)
+        return result
 
     def rows_of_experts(self, values: Tensor) -> Tensor:
         """Return for each row what its expert has: [rows, width] out of [experts, width]."""
@@ -133,13 +131,36 @@ class _Taken(torch.autograd.Function):
     @differentiable_once(ONCE)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         [inverse] = ctx.saved_tensors
-        taken = _take(grad, inverse, ctx.gaps)
-        if ctx.copies > 1:
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            taken = taken.unflatten(0, (ctx.copies, -1)).sum(0, dtype=wide).to(grad.dtype)
-        return taken, None, None, None, None
+        return _sum(grad, inverse, ctx.copies, ctx.gaps), None, None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """Sums of as many rows as there are copies: the inverse of ``_Taken``."""
+
+    @staticmethod
+    def forward(rows: Tensor, index: Tensor, inverse: Tensor, copies: int, gaps: bool) -> Tensor:
+        return _sum(rows, index, copies, gaps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, inverse, _, ctx.gaps = inputs
+        ctx.save_for_backward(inverse)
+
+    @staticmethod
+    @differentiable_once(ONCE)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        [inverse] = ctx.saved_tensors
+        return _take(grad, inverse, ctx.gaps), None, None, None, None
 
 
 def _take(rows: Tensor, index: Tensor, gaps: bool) -> Tensor:
     taken = rows.index_select(0, index % len(rows))
     return torch.where((index >= 0).unsqueeze(1), taken, 0.0) if gaps else taken
+
+
+def _sum(rows: Tensor, index: Tensor, copies: int, gaps: bool) -> Tensor:
+    taken = _take(rows, index, gaps)
+    if copies == 1:
+        return taken
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return taken.unflatten(0, (copies, -1)).sum(0, dtype=wide).to(rows.dtype)

@@ -35,12 +35,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     Zeros,
     part_of,
 )
-from xla_fsdp.checkpoint.format.full_tensors import (
-    MergePlan,
-    full_members,
-    model_shards,
-    state_shards,
-)
+from xla_fsdp.checkpoint.format.full_tensors import MergePlan, full_checkpoint
 from xla_fsdp.checkpoint.format.records import (
     UNSHARDED,
     GroupRecord,
@@ -109,6 +104,9 @@ class Selection:
         return replace(plan, sharded=sharded, unsharded=unsharded, ties=ties)
 
 
+EVERYTHING = Selection()
+
+
 @dataclass
 class ReadPlan:
     """The tensors that a target reads, or the reasons why it cannot be loaded.
@@ -142,35 +140,15 @@ class SourceCheckpoint:
         self.plan = plan
         self.rank = own
         self.own = shards[own]
-        self._shards = shards
+        # Not in the original dtypes of buffers: what loads them holds them as they are saved.
+        full = full_checkpoint(replace(plan, dtypes={}), shards, own)
+        self._states = {} if full.optimizer is None else full.optimizer.states
         self.key_of: dict[str, str] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for key, entry in plan.sharded.items():
-            for member in entry.members:
-                self.key_of[member.name], self.shapes[member.name] = key, member.shape
-        for key, name in plan.unsharded.items():
-            if isinstance(value := self.own.state_dict[key], TensorSource):
-                self.key_of[name], self.shapes[name] = key, value.shape
-        # Created on access: each has as many parts as there are ranks.
-        self._full: dict[str, dict[str, TensorSource]] = {}
-        self._states: dict[str, dict[str, dict[str, TensorSource]]] = {}
-
-    def full(self, name: str) -> TensorSource:
-        """Return the global tensor saved as ``name``."""
-        key = self.key_of[name]
-        if key not in self.plan.sharded:
-            return self.own.state_dict[key]
-        if key not in self._full:
-            sources = model_shards(self._shards, key)
-            self._full[key] = dict(full_members(self.plan.sharded[key], sources))
-        return self._full[key][name]
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype in which ``name`` is saved."""
-        key = self.key_of[name]
-        entry = self.plan.sharded.get(key)
-        dtype: torch.dtype = self.own.state_dict[key].dtype if entry is None else entry.dtype
-        return dtype
+        self.tensors: dict[str, TensorSource] = {}
+        for key in (*plan.sharded, *plan.unsharded):
+            for name in plan.names_of(key):
+                if isinstance(value := full.model[name], TensorSource):
+                    self.key_of[name], self.tensors[name] = key, value
 
     def resolve(self, name: str) -> str:
         """Return the canonical name of a tied tensor, under which it is saved; else ``name``."""
@@ -197,22 +175,17 @@ class SourceCheckpoint:
 
     def full_states(self, name: str) -> dict[str, TensorSource]:
         """Return the global optimizer states of a parameter that have the parameter's shape."""
-        key = self.key_of[name]
-        if key not in self._states:
-            self._states[key] = dict(self._full_states_of_key(key))
-        return {state: by_name[name] for state, by_name in self._states[key].items()}
+        is_whole, shape = self.key_of[name] in self.plan.unsharded, self.tensors[name].shape
 
-    def _full_states_of_key(self, key: str) -> Iterator[tuple[str, dict[str, TensorSource]]]:
-        record = self.record(key)
-        for state in record.sharded if record else ():
-            sources = state_shards(self._shards, key, state)
-            yield state, dict(full_members(self.plan.sharded[key], sources))
-        if record and key in self.plan.unsharded:
-            name = self.plan.unsharded[key]
-            for state in record.whole:
-                source = self.own.optimizer[state_name(key, state)]
-                if source.shape == self.shapes[name] and source.shape not in ((), (1,)):
-                    yield state, {name: source}
+        def has_its_shape(value: Any) -> bool:
+            is_tensor = is_whole and isinstance(value, TensorSource)
+            return is_tensor and value.shape == shape and not _is_number(value.spec)
+
+        return {
+            state: entry.value
+            for state, entry in self._states.get(name, {}).items()
+            if entry.kind is StateKind.SHARD or has_its_shape(entry.value)
+        }
 
 
 def plan_read(source: SourceCheckpoint, target: LoadTarget, selection: Selection) -> ReadPlan:
@@ -285,17 +258,17 @@ class _ModelReader:
             names = self._names(record.key, record.members)
             if not names:
                 continue
-            self._plan.saved_dtypes[record.key] = set(map(source.dtype_of, names))
+            self._plan.saved_dtypes[record.key] = {source.tensors[name].dtype for name in names}
             if same := source.same_shard(record, metadata):
                 model[record.key] = source.own.state_dict[same]
                 continue
-            full = [source.full(name).cast(dtype_named(record.dtype)) for name in names]
+            full = [source.tensors[name].cast(dtype_named(record.dtype)) for name in names]
             at = (metadata.rank, metadata.world_size, metadata.tensor_parts)
             model[record.key] = shard_of(record, full, *at)
         for name, shape in self._target.unsharded.items():
             for found in self._names(name, (MemberRecord(name, shape),)):
-                model[name] = source.full(found)
-                self._plan.saved_dtypes[name] = {source.dtype_of(found)}
+                model[name] = source.tensors[found]
+                self._plan.saved_dtypes[name] = {model[name].dtype}
         for alias, name in metadata.ties.items():
             if alias in source.key_of and name in self._used and self._only(name):
                 self._add_tie(alias, name)
@@ -310,7 +283,7 @@ class _ModelReader:
     def _add_tie(self, alias: str, name: str) -> None:
         """Have this rank's part of two names' bytes compared: torch saves each name of a tensor."""
         self._used.add(alias)
-        first, second = self._source.full(name), self._source.full(alias)
+        first, second = self._source.tensors[name], self._source.tensors[alias]
         rank, size = self._target.metadata.rank, self._target.metadata.world_size
         if first.spec != second.spec:
             self._plan.problems.append(
@@ -338,11 +311,11 @@ class _ModelReader:
             return []
         for member in members:
             name = self._source.resolve(member.name)
-            shape = self._source.shapes.get(name)
-            if shape is None:
+            if name not in self._source.tensors:
                 missing.append(member.name)
                 continue
             self._used.add(name)
+            shape = self._source.tensors[name].shape
             if shape == member.shape:
                 found.append(name)
             else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape, glob
@@ -571,30 +571,24 @@ def verified_shard(shard: Shard, recent: RecentBlocks) -> Shard:
     )
 
 
-def of_all(shards: Sequence[Shard], name: str, own: Callable[[Shard], Any]) -> Sequence[Any]:
-    """Return a tensor of every shard.
-
-    Args:
-        shards: in rank order.
-        name: of the tensor in a file.
-        own: returns the tensor of a shard.
-    """
+def of_all(shards: Sequence[Shard], name: str) -> Sequence[Any]:
+    """Return the tensor of this name in a file of every shard; the shards are in rank order."""
     alike = shards[0].alike
     if alike is not None and alike.is_small(name):
         return alike.tensor(name)
-    return _OfAll(shards, own)
+    return _OfAll(shards, name)
 
 
 class _OfAll(Sequence[Any]):
     """As ``of_all`` returns them; each is asked for when it is needed."""
 
-    def __init__(self, shards: Sequence[Shard], own: Callable[[Shard], Any]) -> None:
-        self._shards, self._own = shards, own
+    def __init__(self, shards: Sequence[Shard], name: str) -> None:
+        self._shards, self._name = shards, name
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return _OfAll(self._shards[index], self._own)
-        return self._own(self._shards[index])
+            return _OfAll(self._shards[index], self._name)
+        return self._shards[index].tensor(self._name)
 
     def __len__(self) -> int:
         return len(self._shards)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint.convert.reshard import (
+    EVERYTHING,
     LoadTarget,
     ReadPlan,
     Selection,
@@ -73,7 +74,6 @@ from xla_fsdp.checkpoint.format.shard_files import (
 from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, read_marker
 
 REMOTE_REQUESTS = 16  # at a time, as a request to an object store takes about 50 ms
-EVERYTHING = Selection()
 PARTLY_READ = 1 << 26  # bytes of blocks of which only a part was needed so far
 
 

@@ -335,12 +335,12 @@ def _one_per_rank(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def merge_shards(
-    shards: Sequence[Shard], *, optimizer: bool
+    shards: Sequence[Shard], *, optimizer: bool, rules: Sequence[Rule] = ()
 ) -> tuple[FullCheckpoint, list[Verifier]]:
     """Return the full checkpoint of checked shards in rank order, and verifiers of its tensors."""
     same, verifiers = verifying_shards(shards)
     plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
-    return full_checkpoint(plan, same), verifiers
+    return full_checkpoint(renamed(plan, rules), same), verifiers
 
 
 def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> FilesJob:
@@ -350,9 +350,7 @@ def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -
         CheckpointError: if names, dtypes or the kind of file do not fit the model.
     """
     save_path = full_path(save_path)
-    full, verifiers = merge_shards(shards, optimizer=options.optimizer)
-    if options.rules:
-        full = renamed(full, options.rules)
+    full, verifiers = merge_shards(shards, optimizer=options.optimizer, rules=options.rules)
     if options.only:
         full = restricted(full, options.only)
     if options.dtype is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from xla_fsdp.checkpoint.convert.model_files import Rule, new_names
+from xla_fsdp.checkpoint.convert.model_files import Rule, renamed
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     MismatchError,
@@ -88,20 +88,10 @@ class Selection:
         Raises:
             MismatchError: if two tensors get one name, or a rule fits none.
         """
-        members = [member.name for entry in plan.sharded.values() for member in entry.members]
         try:
-            names = new_names([*members, *plan.unsharded.values(), *plan.ties], self.rules)
+            return renamed(plan, self.rules)
         except CheckpointError as error:
             raise MismatchError(error.problems) from error
-        sharded = {
-            key: replace(
-                entry, members=tuple(replace(m, name=names[m.name]) for m in entry.members)
-            )
-            for key, entry in plan.sharded.items()
-        }
-        unsharded = {key: names[name] for key, name in plan.unsharded.items()}
-        ties = {names[alias]: names[name] for alias, name in plan.ties.items()}
-        return replace(plan, sharded=sharded, unsharded=unsharded, ties=ties)
 
 
 EVERYTHING = Selection()

@@ -56,7 +56,7 @@ SAFETENSORS = ".safetensors"
 DCP_METADATA = ".metadata"  # the file that every directory of torch.distributed.checkpoint has
 
 MODEL_PREFIX = model_name("")
-_OPTIMIZER_PREFIX = state_name("", "").rstrip("/") + "/"
+OPTIMIZER_PREFIX = state_name("", "").rstrip("/") + "/"
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class Layout:
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self.entries = entries
-        kinds = (MODEL_PREFIX, _OPTIMIZER_PREFIX)
+        kinds = (MODEL_PREFIX, OPTIMIZER_PREFIX)
         self._model = {
             n.removeprefix(MODEL_PREFIX): e for n, e in entries.items() if n.startswith(kinds[0])
         }

@@ -10,7 +10,7 @@ reports all problems, before any model is changed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -50,8 +50,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     same_bytes,
 )
 from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles
-from xla_fsdp.checkpoint.format.consistency import find_marker_problems
-from xla_fsdp.checkpoint.format.full_tensors import MergePlan
+from xla_fsdp.checkpoint.format.consistency import find_marker_problems, find_misfits
 from xla_fsdp.checkpoint.format.plan import make_plan
 from xla_fsdp.checkpoint.format.records import (
     SUFFIXES,
@@ -60,10 +59,10 @@ from xla_fsdp.checkpoint.format.records import (
     OptimizerState,
     StateEntry,
     rank_file_name,
-    state_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import (
     MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
     Shard,
     open_remote_torch,
     open_safetensors,
@@ -141,7 +140,8 @@ def _load(
         plan = make_plan(shards[own].metadata, shards[own].state_dict)
     except CheckpointError as error:
         raise prefixed(error, shards[own].source) from error
-    _check(plan, shards if isinstance(files, TorchRankFiles) else [shards[own]])
+    checked = shards if isinstance(files, TorchRankFiles) else [shards[own]]
+    raise_if([f"{s.source}: {problem}" for s in checked for problem in find_misfits(plan, s, s)])
     source = SourceCheckpoint(selection.plan(plan), shards, own)
     found = plan_read(source, target, selection)
     if found.problems:
@@ -178,30 +178,6 @@ def _open(
     if suffix == "pth":
         return TorchRankFiles(storage, attempt, marker, names)
     return RankFiles(storage, attempt, marker, names, first=own)
-
-
-def _check(plan: MergePlan, shards: Iterable[Shard]) -> None:
-    raise_if([f"{each.source}: {problem}" for each in shards for problem in _problems(plan, each)])
-
-
-def _problems(plan: MergePlan, shard: Shard) -> Iterator[str]:
-    specs = {key: TensorSpec(e.dtype, e.shard_shape) for key, e in plan.sharded.items()}
-    for key, expected in specs.items():
-        source = shard.state_dict.get(key)
-        if not isinstance(source, TensorSource) or source.spec != expected:
-            yield f"{key} is {getattr(source, 'spec', source)}, expected {expected}"
-    if plan.optimizer is None:
-        return
-    for key in (*plan.optimizer.states, *(k for g in plan.optimizer.groups for k in g.params)):
-        if key not in specs and key not in plan.unsharded:
-            yield f"the optimizer has {key}, which the model has not"
-    for key, state in plan.optimizer.states.items():
-        for name in (*state.sharded, *state.whole):
-            source = shard.optimizer.get(state_name(key, name))
-            shape = specs[key].shape if name in state.sharded else None
-            if source is None or shape not in (None, source.shape):
-                found = "missing" if source is None else f"of shape {source.shape}"
-                yield f"optimizer state {name} of {key} is {found}"
 
 
 def _read(found: ReadPlan, values: dict[str, Any], threads: int, same_ranks: bool) -> LoadedStep:
@@ -286,8 +262,8 @@ class RankFiles:
         """Return every rank's shard, without opening further files."""
         names = list(self._specs)
         model = {n.removeprefix(MODEL_PREFIX): n for n in names if n.startswith(MODEL_PREFIX)}
-        others = {name: name for name in names if not name.startswith(MODEL_PREFIX)}
-        shards = [self._shard(rank, model, others) for rank in range(len(self._names))]
+        states = {name: name for name in names if name.startswith(OPTIMIZER_PREFIX)}
+        shards = [self._shard(rank, model, states) for rank in range(len(self._names))]
         if len(shards) > 1 and isinstance(self._storage, LocalStorage):
             # Reads of a remote store wait; they are made by many threads, for one tensor each.
             shards[0] = replace(shards[0], alike=SmallTensors(self, self.file(self._first).entries))
@@ -325,12 +301,12 @@ class RankFiles:
         """Return the path of a rank's file, for messages."""
         return path_of(self._storage, self._attempt.file(self._names[rank]))
 
-    def _shard(self, rank: int, model: Mapping[str, str], others: Mapping[str, str]) -> Shard:
+    def _shard(self, rank: int, model: Mapping[str, str], states: Mapping[str, str]) -> Shard:
         return Shard(
             source=self.source(rank),
             state_dict=_TensorsOfRank(self, rank, model),
             metadata={**self._opened[self._first].metadata, "rank": rank, "global_rank": None},
-            optimizer=_TensorsOfRank(self, rank, others),
+            optimizer=_TensorsOfRank(self, rank, states),
         )
 
 

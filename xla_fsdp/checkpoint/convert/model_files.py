@@ -34,7 +34,7 @@ from xla_fsdp.checkpoint.files.outputs import (
     TorchOutput,
 )
 from xla_fsdp.checkpoint.files.storage import exists, open_storage
-from xla_fsdp.checkpoint.files.tensor_source import TensorSource
+from xla_fsdp.checkpoint.files.tensor_source import TensorSource, convert_tensors
 from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint, MergePlan
 from xla_fsdp.checkpoint.format.records import GroupRecord, OptimizerState, StateKind
 from xla_fsdp.checkpoint.format.shard_files import SAFETENSORS
@@ -359,14 +359,11 @@ def in_dtype(full: FullCheckpoint, dtype: torch.dtype) -> FullCheckpoint:
 
     Tied tensors remain one object.
     """
-    known: dict[int, TensorSource] = {}  # by id of the source before the cast
 
-    def cast(value: Any) -> Any:
-        if not isinstance(value, TensorSource) or not value.dtype.is_floating_point:
-            return value
-        return known.setdefault(id(value), value.cast(dtype))
+    def cast(source: TensorSource) -> TensorSource:
+        return source.cast(dtype) if source.dtype.is_floating_point else source
 
-    return replace(full, model={name: cast(value) for name, value in full.model.items()})
+    return replace(full, model=convert_tensors(full.model, cast))
 
 
 def _new_name(name: str, rules: Sequence[Rule]) -> str:

@@ -11,7 +11,7 @@ import struct
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -22,6 +22,7 @@ from xla_fsdp.checkpoint.files.checksum import BLOCK, combine, crcs_in, whole, w
 from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
     Joined,
+    LazyMapping,
     Part,
     RecentBlocks,
     TensorSource,
@@ -324,8 +325,8 @@ class VerifiedBytes:
                 )
 
 
-class VerifiedTensors(Mapping[str, Any]):
-    """The same tensors; reading what is damaged raises ``CheckpointError``.
+def verified(name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> Mapping[str, Any]:
+    """Return the same tensors; reading what is damaged raises ``CheckpointError``.
 
     Args:
         name: of their file, for messages.
@@ -333,20 +334,13 @@ class VerifiedTensors(Mapping[str, Any]):
         recent: as for ``VerifiedBytes``.
     """
 
-    def __init__(self, name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> None:
-        self._name, self._tensors, self._recent = name, tensors, recent
-
-    def __getitem__(self, key: str) -> Any:
-        value = self._tensors[key]
+    def make(key: str) -> Any:
+        value = tensors[key]
         if not isinstance(value, TensorSource) or value.checksum is None or not value.spec.nbytes:
             return value
-        return replace(value, data=VerifiedBytes(f"{self._name}: {key}", value, self._recent))
+        return replace(value, data=VerifiedBytes(f"{name}: {key}", value, recent))
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    return LazyMapping({key: key for key in tensors}, make)
 
 
 def verifying(

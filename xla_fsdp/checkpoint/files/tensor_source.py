@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xla_fsdp.checkpoint.errors import CheckpointError, deleted_meanwhile
+from xla_fsdp.checkpoint.errors import CheckpointError, T, deleted_meanwhile
 from xla_fsdp.checkpoint.format.records import MemberRecord
 
 SMALL = 1 << 27  # bytes at most of a file that describes others, as of a step of 100,000 ranks
@@ -177,17 +177,63 @@ def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:
 
     Args:
         content: nested containers.
-        convert: called with every tensor or ``TensorSource``; returns its replacement.
+        convert: called once with every tensor or ``TensorSource``, however often it is there;
+            returns its replacement.
     """
-    if isinstance(content, Tensor | TensorSource):
-        return convert(content)
-    if type(content) in (list, tuple):
-        return type(content)(convert_tensors(each, convert) for each in content)
-    if not isinstance(content, Mapping):
-        return content
-    made: Any = type(content)()
-    made.update((key, convert_tensors(each, convert)) for key, each in content.items())
-    return made
+    converted: dict[int, Any] = {}  # by id, so that tied names stay tied
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Tensor | TensorSource):
+            if id(value) not in converted:
+                converted[id(value)] = convert(value)
+            return converted[id(value)]
+        if type(value) in (list, tuple):
+            return type(value)(map(walk, value))
+        if not isinstance(value, Mapping):
+            return value
+        made: Any = type(value)()
+        made.update((key, walk(each)) for key, each in value.items())
+        return made
+
+    return walk(content)
+
+
+class LazyMapping(Mapping[str, Any]):
+    """Values by key, each made when it is asked for.
+
+    Args:
+        of: what they are made of, by key.
+        make: returns a value, given what it is made of.
+    """
+
+    def __init__(self, of: Mapping[str, T], make: Callable[[T], Any]) -> None:
+        self._of, self._make = of, make
+
+    def __getitem__(self, key: str) -> Any:
+        return self._make(self._of[key])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
+class LazySequence(Sequence[Any]):
+    """The same in an order."""
+
+    def __init__(self, of: Sequence[T], make: Callable[[T], Any]) -> None:
+        self._of, self._make = of, make
+
+    def __getitem__(self, index: Any) -> Any:
+        found: Any = self._of[index]
+        return LazySequence(found, self._make) if isinstance(index, slice) else self._make(found)
+
+    def __len__(self) -> int:
+        return len(self._of)
 
 
 # ---------------------------------------------------------------- sources of bytes

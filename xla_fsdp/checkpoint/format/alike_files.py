@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple, overload
@@ -45,54 +45,13 @@ class Moved:
         self._file.read_into(start + self._by, buffer)
 
 
-class FileTensors(Mapping[str, TensorSource]):
-    """Tensors of a file by key, each made when it is asked for.
-
-    Args:
-        file: local or remote.
-        name: of the file, for messages.
-        entries: of the tensors, by key; the same object for files that are laid out alike.
-        prefix: that makes names in the file of keys.
-        checksums: by name in the file.
-    """
-
-    def __init__(
-        self,
-        file: ByteSource,
-        name: str,
-        entries: Mapping[str, Entry],
-        prefix: str,
-        checksums: Mapping[str, str],
-    ) -> None:
-        self._file, self._name, self._entries = file, name, entries
-        self._prefix, self._checksums = prefix, checksums
-
-    def __getitem__(self, key: str) -> TensorSource:
-        entry = self._entries[key]
-        return TensorSource(
-            entry.spec,
-            Part(self._file, entry.start, entry.spec.nbytes),
-            identity=(self._name, entry.start, entry.spec) if entry.spec.nbytes else None,
-            checksum=self._checksums.get(f"{self._prefix}{key}"),
-        )
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
 @dataclass(frozen=True)
 class AlikeFile:
     """One of the files.
 
     Args:
         name: path of the file, for messages.
-        file: its bytes.
+        file: its bytes, local or remote.
         entries: by name in the file; the same object in all files.
         checksums: by name in the file.
     """
@@ -101,6 +60,16 @@ class AlikeFile:
     file: ByteSource
     entries: Mapping[str, Entry]
     checksums: Mapping[str, str]
+
+    def tensor(self, name: str) -> TensorSource:
+        """Return a tensor by its name in the file, not verified."""
+        entry = self.entries[name]
+        return TensorSource(
+            entry.spec,
+            Part(self.file, entry.start, entry.spec.nbytes),
+            identity=(self.name, entry.start, entry.spec) if entry.spec.nbytes else None,
+            checksum=self.checksums.get(name),
+        )
 
 
 class Window(NamedTuple):
@@ -145,10 +114,7 @@ class AlikeFiles:
 
     def of_rank(self, rank: int, name: str) -> TensorSource:
         """Return a tensor of one rank, not verified."""
-        each, entry = self._files[rank], self._entries[name]
-        part = Part(each.file, entry.start, entry.spec.nbytes)
-        identity = (each.name, entry.start, entry.spec) if entry.spec.nbytes else None
-        return TensorSource(entry.spec, part, identity, each.checksums.get(name))
+        return self._files[rank].tensor(name)
 
     def rows(self, name: str, ranks: range) -> np.ndarray:
         """Return the bytes of a small tensor, one row for each of these ranks; verify them."""

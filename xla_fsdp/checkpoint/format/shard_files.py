@@ -16,7 +16,7 @@ from typing import Any
 
 from xla_fsdp.checkpoint.errors import CheckpointError, listed, prefixed
 from xla_fsdp.checkpoint.files.checksum import digest, is_checksum, written
-from xla_fsdp.checkpoint.files.copying import VerifiedTensors, Verifier, verifying
+from xla_fsdp.checkpoint.files.copying import Verifier, verified, verifying
 from xla_fsdp.checkpoint.files.json_values import unpack
 from xla_fsdp.checkpoint.files.safetensors_file import (
     OWN_METADATA,
@@ -30,13 +30,15 @@ from xla_fsdp.checkpoint.files.storage import Staging, fetch, is_url, open_stora
 from xla_fsdp.checkpoint.files.tensor_source import (
     LOCAL,
     ByteSource,
+    LazyMapping,
+    LazySequence,
     LocalFile,
     RecentBlocks,
     TensorSource,
     full_path,
 )
 from xla_fsdp.checkpoint.files.torch_file import SMALL_ARCHIVE, Archive, read_torch_file
-from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles, FileTensors, Moved
+from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles, Moved
 from xla_fsdp.checkpoint.format.records import (
     OF_RANK,
     VALUE_PREFIX,
@@ -269,16 +271,16 @@ class Layout:
 
     Args:
         entries: of all tensors, by name in a file.
+        model: names in a file of the model's tensors, by key.
+        optimizer: the same of the optimizer's states.
     """
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self.entries = entries
         kinds = (MODEL_PREFIX, OPTIMIZER_PREFIX)
-        self._model = {
-            n.removeprefix(MODEL_PREFIX): e for n, e in entries.items() if n.startswith(kinds[0])
-        }
-        self._optimizer = {n: e for n, e in entries.items() if n.startswith(kinds[1])}
-        self._others = {n: e for n, e in entries.items() if not n.startswith(kinds)}
+        self.model = {n.removeprefix(kinds[0]): n for n in entries if n.startswith(kinds[0])}
+        self.optimizer = {n: n for n in entries if n.startswith(kinds[1])}
+        self._others = {n: n for n in entries if not n.startswith(kinds)}
 
     def shard(
         self,
@@ -290,16 +292,17 @@ class Layout:
         digest: str | None,
     ) -> Shard:
         """Return the shard in a file that is alike."""
+        own = AlikeFile(name, file, self.entries, checksums)
         return Shard(
             name,
-            FileTensors(file, name, self._model, MODEL_PREFIX, checksums),
+            LazyMapping(self.model, own.tensor),
             metadata,
-            FileTensors(file, name, self._optimizer, "", checksums),
-            FileTensors(file, name, self._others, "", checksums),
+            LazyMapping(self.optimizer, own.tensor),
+            LazyMapping(self._others, own.tensor),
             notes,
             digest,
             layout=self,
-            file=AlikeFile(name, file, self.entries, checksums),
+            file=own,
         )
 
 
@@ -565,9 +568,9 @@ def verified_shard(shard: Shard, recent: RecentBlocks) -> Shard:
     """Return the same shard; reading what is damaged raises ``CheckpointError``."""
     return replace(
         shard,
-        state_dict=VerifiedTensors(shard.source, shard.state_dict, recent),
-        optimizer=VerifiedTensors(shard.source, shard.optimizer, recent),
-        others=VerifiedTensors(shard.source, shard.others, recent),
+        state_dict=verified(shard.source, shard.state_dict, recent),
+        optimizer=verified(shard.source, shard.optimizer, recent),
+        others=verified(shard.source, shard.others, recent),
     )
 
 
@@ -576,22 +579,7 @@ def of_all(shards: Sequence[Shard], name: str) -> Sequence[Any]:
     alike = shards[0].alike
     if alike is not None and alike.is_small(name):
         return alike.tensor(name)
-    return _OfAll(shards, name)
-
-
-class _OfAll(Sequence[Any]):
-    """As ``of_all`` returns them; each is asked for when it is needed."""
-
-    def __init__(self, shards: Sequence[Shard], name: str) -> None:
-        self._shards, self._name = shards, name
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return _OfAll(self._shards[index], self._name)
-        return self._shards[index].tensor(self._name)
-
-    def __len__(self) -> int:
-        return len(self._shards)
+    return LazySequence(shards, lambda shard: shard.tensor(name))
 
 
 def are_alike(shards: Sequence[Shard]) -> bool:

@@ -47,7 +47,6 @@ from xla_fsdp.checkpoint.format.records import (
     StateEntry,
     StateKind,
     StateRecord,
-    state_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import Shard
 
@@ -403,26 +402,32 @@ class _OptimizerReader:
 
     def _states(self, key: str) -> dict[str, dict[str, StateEntry]]:
         """Return ``{key: its states}``; {} if none are saved."""
-        names = self._names(key)
-        old_keys = list(dict.fromkeys(self._source.key_of[name] for name in names))
-        if not any(self._source.record(old) for old in old_keys):
+        names, source = self._names(key), self._source
+        records = {
+            old: record
+            for old in dict.fromkeys(source.key_of[name] for name in names)
+            if (record := source.record(old)) is not None
+        }
+        if not records:
             return {}
-        states = dict(self._sharded_states(key, names))
-        for old in old_keys:
-            for state, entry in self._other_states(key, old):
+        if (same := self._same(key, names)) is not None:
+            return {key: source.own.states(same, records[same])}
+        states = dict(self._states_cut_anew(key, names))
+        for old, record in records.items():
+            for state, entry in self._other_states(old, record):
                 self._add_common(key, state, entry, states)
         return {key: states}
 
-    def _sharded_states(self, key: str, names: Sequence[str]) -> Iterator[tuple[str, StateEntry]]:
-        record, source = self._records.get(key), self._source
-        old = None if record is None else source.same_shard(record, self._metadata)
-        state_record = None if old is None else source.record(old)
-        if old is not None and state_record is not None:
-            for state in state_record.sharded:
-                same = source.own.optimizer[state_name(old, state)]
-                yield state, StateEntry(StateKind.SHARD, same)
-            return
-        full = [source.full_states(name) for name in names]
+    def _same(self, key: str, names: Sequence[str]) -> str | None:
+        """Return the key in the checkpoint of what this rank takes as it is, if there is one."""
+        if (record := self._records.get(key)) is not None:
+            return self._source.same_shard(record, self._metadata)
+        old = self._source.key_of[names[0]]
+        return old if old in self._source.plan.unsharded else None
+
+    def _states_cut_anew(self, key: str, names: Sequence[str]) -> Iterator[tuple[str, StateEntry]]:
+        record = self._records.get(key)
+        full = [self._source.full_states(name) for name in names]
         for state in dict.fromkeys(state for states in full for state in states):
             # Parameters without state that are now flattened with others get zeros: the state that
             # gradients of zero would have left.
@@ -440,11 +445,8 @@ class _OptimizerReader:
         own = self._metadata
         return shard_of(record, sources, own.rank, own.world_size, own.tensor_parts)
 
-    def _other_states(self, key: str, old: str) -> Iterator[tuple[str, StateEntry]]:
+    def _other_states(self, old: str, record: StateRecord) -> Iterator[tuple[str, StateEntry]]:
         """Yield the states of an old key that do not have its parameter's shape."""
-        record = self._source.record(old)
-        if record is None:
-            return
         of_same_shape = self._source.full_states(self._source.plan.names_of(old)[0])
         for state, entry in self._source.own.states(old, record).items():
             if state in of_same_shape:
@@ -453,7 +455,6 @@ class _OptimizerReader:
                 entry.kind is StateKind.VALUE
                 or _is_number(entry.value.spec)
                 or state.startswith(UNSHARDED)
-                or self._has_same_shard(key, old)
             ):
                 yield state, entry
             else:
@@ -463,12 +464,6 @@ class _OptimizerReader:
                     f"wrapping and the {self._source.plan.world_size} ranks that it was saved "
                     f"with, or load without optimizer"
                 )
-
-    def _has_same_shard(self, key: str, old: str) -> bool:
-        record = self._records.get(key)
-        if record is None:
-            return old in self._source.plan.unsharded
-        return self._source.same_shard(record, self._metadata) == old
 
     def _add_common(
         self, key: str, state: str, new: StateEntry, states: dict[str, StateEntry]

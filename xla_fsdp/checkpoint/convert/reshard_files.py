@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
+from pathlib import Path
 from typing import Any
 
 from xla_fsdp.checkpoint.convert.reshard import (
@@ -23,12 +24,11 @@ from xla_fsdp.checkpoint.convert.reshard import (
 )
 from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, raise_if
 from xla_fsdp.checkpoint.files.checksum import digest
-from xla_fsdp.checkpoint.files.copying import CopyTask
 from xla_fsdp.checkpoint.files.outputs import (
     BlockCrcs,
+    BytesOutput,
     Checksums,
     FilesJob,
-    Output,
     SafetensorsOutput,
 )
 from xla_fsdp.checkpoint.files.safetensors_file import shard_file_metadata
@@ -103,38 +103,24 @@ def plan_reshard(
         _rank_output(source, replace(metadata, rank=rank), folder) for rank in range(world_size)
     ]
     marker = Marker(step, world_size, {}, job)
-    outputs = [*files, MarkerOutput(os.path.join(folder, MARKER), files, marker)]
+    path = os.path.join(folder, MARKER)
+    outputs = [*files, MarkerOutput(path, marker.to_bytes(), files, marker)]
     sources = [shard.source for shard in shards]
     told = f"{world_size} ranks"
     return FilesJob(outputs, verifiers, make_directories=True, sources=sources, content=told)
 
 
 @dataclass(frozen=True)
-class MarkerOutput(Output):
-    """The marker of a step, which lists the files of all ranks.
+class MarkerOutput(BytesOutput):
+    """The marker of a step, which lists the files of all ranks once they are written."""
 
-    Args:
-        path: of the marker.
-        files: of the ranks.
-        marker: without files.
-    """
-
-    path: str
     files: Sequence[SafetensorsOutput]
     marker: Marker
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.marker.to_bytes())
-
-    def begin(self, temporary: str) -> list[CopyTask]:
-        return []
 
     def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:
         headers = {os.path.basename(file.path): file.final_header(crcs) for file in self.files}
         files = {n: FileRecord(h.file_size, digest(h.to_bytes())) for n, h in headers.items()}
-        with open(temporary, "wb") as file:
-            file.write(replace(self.marker, files=files).to_bytes())
+        Path(temporary).write_bytes(replace(self.marker, files=files).to_bytes())
 
 
 def step_of(shard: Shard) -> int:

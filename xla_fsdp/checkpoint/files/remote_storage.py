@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from threading import Semaphore
 from typing import Any
 
@@ -383,7 +383,7 @@ class RemoteStorage:
             self._patience.repeat(lambda: self._fs.pipe_file(path, first))
             return
         running: deque[Future[None]] = deque()
-        for number, part in enumerate(_chained(first, second, parts)):
+        for number, part in enumerate(chain((first, second), parts)):
             written.append(f"{hidden}.{number:05d}")
             if len(running) == TOGETHER:
                 running.popleft().result()
@@ -446,12 +446,6 @@ def _parts(chunks: Iterable[Buffer]) -> Iterator[bytes]:
                 part = bytearray()
     if part:
         yield bytes(part)
-
-
-def _chained(first: bytes, second: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield second
-    yield from rest
 
 
 class RemoteFile:

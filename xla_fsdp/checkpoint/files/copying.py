@@ -28,6 +28,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     TensorSource,
     pieces,
     read_bytes,
+    read_chunks,
 )
 
 # Bytes: larger chunks are not faster, smaller ones cost more Python calls. A multiple of ``BLOCK``
@@ -241,8 +242,8 @@ class ChecksumVerifier:
 
     def _crc_of(self, start: int, stop: int) -> int:
         crc = 0
-        for at in range(start, stop, CHUNK):
-            crc = zlib.crc32(read_bytes(self._source.data, at, min(CHUNK, stop - at)), crc)
+        for chunk in read_chunks(Part(self._source.data, start, stop - start)):
+            crc = zlib.crc32(chunk, crc)
         return crc
 
 

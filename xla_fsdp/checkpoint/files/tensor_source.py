@@ -162,14 +162,18 @@ def read_bytes(source: ByteSource, start: int, length: int) -> bytes:
     return bytes(buffer)
 
 
-COMPARED = 1 << 24  # bytes read at a time to compare two sources
+READ = 1 << 25  # bytes of a source that are in memory at a time
+
+
+def read_chunks(source: ByteSource) -> Iterator[bytes]:
+    """Yield all bytes of a source, ``READ`` at a time."""
+    for at in range(0, source.nbytes, READ):
+        yield read_bytes(source, at, min(READ, source.nbytes - at))
 
 
 def same_bytes(first: ByteSource, second: ByteSource) -> bool:
     """Return whether two sources of one length have equal bytes; a NaN equals itself."""
-    size = first.nbytes
-    chunks = [(start, min(COMPARED, size - start)) for start in range(0, size, COMPARED)]
-    return all(read_bytes(first, *chunk) == read_bytes(second, *chunk) for chunk in chunks)
+    return all(a == b for a, b in zip(read_chunks(first), read_chunks(second), strict=True))
 
 
 def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:

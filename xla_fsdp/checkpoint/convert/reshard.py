@@ -40,7 +40,6 @@ from xla_fsdp.checkpoint.format.records import (
     UNSHARDED,
     GroupRecord,
     MemberRecord,
-    OptimizerRecord,
     OptimizerState,
     ParamRecord,
     ShardMetadata,
@@ -185,15 +184,11 @@ def plan_read(source: SourceCheckpoint, target: LoadTarget, selection: Selection
         target: rank of the new job.
         selection: of the tensors to read.
     """
-    plan = _ModelReader(source, target, selection).read()
-    if target.groups is None:
-        return plan
-    if source.plan.optimizer is None:
-        plan.problems.append("the checkpoint holds no optimizer state; load without one")
-        return plan
-    reader = _OptimizerReader(source, target.metadata, source.plan.optimizer, plan, selection)
-    plan.optimizer = reader.read(target.groups)
-    return plan
+    reader = _Reader(source, target, selection)
+    reader.read_model()
+    if target.groups is not None:
+        reader.read_optimizer(target.groups)
+    return reader.plan
 
 
 def shard_of(
@@ -234,48 +229,53 @@ def shard_of(
     return TensorSource(TensorSpec(dtype, (layout.shard_numel,)), Joined(ranges))
 
 
-class _ModelReader:
+class _Reader:
+    """Collects a ``ReadPlan``."""
+
     def __init__(self, source: SourceCheckpoint, target: LoadTarget, selection: Selection) -> None:
-        self._source, self._target = source, target
+        self._source, self._target, self._metadata = source, target, target.metadata
         self._only, self._strict = selection.only, selection.strict
-        self._plan = ReadPlan()
+        self._records = {record.key: record for record in target.metadata.params}
+        self.plan = ReadPlan()
+        self._problems = self.plan.problems
         self._used: set[str] = set()
 
-    def read(self) -> ReadPlan:
-        source, metadata, model = self._source, self._target.metadata, self._plan.model
+    # ------------------------------------------------------------ the model
+
+    def read_model(self) -> None:
+        source, metadata, model = self._source, self._metadata, self.plan.model
         for record in metadata.params:
-            names = self._names(record.key, record.members)
+            names = self._names_of_members(record.key, record.members)
             if not names:
                 continue
-            self._plan.saved_dtypes[record.key] = {source.tensors[name].dtype for name in names}
+            self.plan.saved_dtypes[record.key] = {source.tensors[name].dtype for name in names}
             if same := source.same_shard(record, metadata):
                 model[record.key] = source.own.state_dict[same]
                 continue
-            full = [source.tensors[name].cast(dtype_named(record.dtype)) for name in names]
-            at = (metadata.rank, metadata.world_size, metadata.tensor_parts)
-            model[record.key] = shard_of(record, full, *at)
+            dtype = dtype_named(record.dtype)
+            full = [source.tensors[name].cast(dtype) for name in names]
+            model[record.key] = self._shard_of(record, full)
         for name, shape in self._target.unsharded.items():
-            for found in self._names(name, (MemberRecord(name, shape),)):
+            for found in self._names_of_members(name, (MemberRecord(name, shape),)):
                 model[name] = source.tensors[found]
-                self._plan.saved_dtypes[name] = {model[name].dtype}
+                self.plan.saved_dtypes[name] = {model[name].dtype}
         for alias, name in metadata.ties.items():
             if alias in source.key_of and name in self._used and self._only(name):
                 self._add_tie(alias, name)
         if self._strict:
-            self._plan.problems += [
+            self._problems += [
                 f"{name} is in the checkpoint, but not in the model"
                 for name in source.key_of
                 if name not in self._used and self._only(name)
             ]
-        return self._plan
 
     def _add_tie(self, alias: str, name: str) -> None:
         """Have this rank's part of two names' bytes compared: torch saves each name of a tensor."""
         self._used.add(alias)
         first, second = self._source.tensors[name], self._source.tensors[alias]
-        rank, size = self._target.metadata.rank, self._target.metadata.world_size
+        rank, size = self._metadata.rank, self._metadata.world_size
         if first.spec != second.spec:
-            self._plan.problems.append(
+            self._problems.append(
                 f"{alias} is tied to {name} in the model, but in the checkpoint it is "
                 f"{dtype_name(second.dtype)} of shape {second.shape}, and {name} "
                 f"{dtype_name(first.dtype)} of shape {first.shape}"
@@ -283,16 +283,16 @@ class _ModelReader:
             return
         numel = math.prod(first.shape)
         low, high = numel * rank // size, numel * (rank + 1) // size
-        self._plan.ties[alias, name] = first.elements(low, high), second.elements(low, high)
+        self.plan.ties[alias, name] = first.elements(low, high), second.elements(low, high)
 
-    def _names(self, key: str, members: Sequence[MemberRecord]) -> list[str]:
+    def _names_of_members(self, key: str, members: Sequence[MemberRecord]) -> list[str]:
         """Return the names under which these parameters are saved; [] if any is missing or has
         another shape."""
         found, missing = [], []
         selected = [member.name for member in members if self._only(member.name)]
         if selected and len(selected) < len(members):
             others = listed((m.name for m in members if m.name not in selected), len(members))
-            self._plan.problems.append(
+            self._problems.append(
                 f"{selected[0]} is to be loaded, but it is a part of {key}, together with "
                 f"{others}; load all of it or nothing"
             )
@@ -308,61 +308,51 @@ class _ModelReader:
             if shape == member.shape:
                 found.append(name)
             else:
-                self._plan.problems.append(
+                self._problems.append(
                     f"{member.name} has shape {shape} in the checkpoint, but {member.shape} in the "
                     f"model"
                 )
         if self._strict or found:  # a flat parameter must be loaded completely or not at all
             part = f" (a part of {key})" if len(members) > 1 else ""
-            self._plan.problems += [
+            self._problems += [
                 f"{name}{part} is in the model, but not in the checkpoint" for name in missing
             ]
         return found if len(found) == len(members) else []
 
+    # ------------------------------------------------------------ the optimizer
 
-class _OptimizerReader:
-    def __init__(
-        self,
-        source: SourceCheckpoint,
-        metadata: ShardMetadata,
-        old: OptimizerRecord,
-        plan: ReadPlan,
-        selection: Selection,
-    ) -> None:
-        self._source, self._metadata = source, metadata
-        self._only, self._strict = selection.only, selection.strict
-        self._records = {record.key: record for record in metadata.params}
-        self._plan = plan
-        self._problems = plan.problems
-        self._old_groups = old.groups
-        self._group_of = {
+    def read_optimizer(self, target_groups: Sequence[Sequence[str]]) -> None:
+        old = self._source.plan.optimizer
+        if old is None:
+            self._problems.append("the checkpoint holds no optimizer state; load without one")
+            return
+        group_of = {
             name: index
-            for index, group in enumerate(self._old_groups)
+            for index, group in enumerate(old.groups)
             for key in group.params
-            for name in source.plan.names_of(key)
+            for name in self._source.plan.names_of(key)
         }
-
-    def read(self, target_groups: Sequence[Sequence[str]]) -> OptimizerState:
         used: set[str] = set()
         groups: list[GroupRecord] = []
         states: dict[str, dict[str, StateEntry]] = {}
         for index, keys in enumerate(target_groups):
             names = [name for key in keys for name in self._names(key)]
             used.update(names)
-            groups.append(GroupRecord(tuple(keys), self._options(index, names)))
+            options = self._options(index, names, group_of, old.groups)
+            groups.append(GroupRecord(tuple(keys), options))
             for key in keys:
-                if key in self._plan.model:  # otherwise reported already, or ignored if not strict
+                if key in self.plan.model:  # otherwise reported already, or ignored if not strict
                     states |= self._states(key)
         if self._strict:
             self._problems += [
                 f"the checkpoint has optimizer state of {name}, which is in no group of the "
                 f"optimizer"
-                for name in self._group_of
+                for name in group_of
                 if name not in used
                 and self._only(name)
                 and self._source.record(self._source.key_of[name])
             ]
-        return OptimizerState(tuple(groups), states)
+        self.plan.optimizer = OptimizerState(tuple(groups), states)
 
     def _names(self, key: str) -> list[str]:
         """Return the names under which the parameters of a target's key are saved."""
@@ -370,22 +360,29 @@ class _OptimizerReader:
         members = [member.name for member in record.members] if record else [key]
         return [self._source.resolve(name) for name in members]
 
-    def _options(self, index: int, names: Sequence[str]) -> dict[str, Any]:
+    def _options(
+        self,
+        index: int,
+        names: Sequence[str],
+        group_of: Mapping[str, int],
+        old: Sequence[GroupRecord],
+    ) -> dict[str, Any]:
         """Return the hyperparameters that all parameters of a new group had; report if they
         differed."""
+        if not names:  # a group without parameters, which its place tells
+            return old[index].options if index < len(old) and not old[index].params else {}
+        wanted = [name for name in names if self._only(name)]
         if self._strict:
             self._problems += [
                 f"{name} is in group {index} of the optimizer, but in none of the checkpoint's"
-                for name in names
-                if name not in self._group_of and self._only(name)
+                for name in wanted
+                if name not in group_of
             ]
         by_group: dict[int, str] = {}
-        for name in names:
-            if name in self._group_of and self._only(name):
-                by_group.setdefault(self._group_of[name], name)
-        found = [self._old_groups[each].options for each in by_group]
-        if not found:
-            return self._options_of_empty(index) if not names else {}
+        for name in wanted:
+            if name in group_of:
+                by_group.setdefault(group_of[name], name)
+        found = [old[each].options for each in by_group]
         if any(options != found[0] for options in found):
             self._problems.append(
                 f"group {index} of the optimizer joins parameters of several groups of the "
@@ -393,12 +390,7 @@ class _OptimizerReader:
                 f"{listed(by_group.values(), len(by_group), 5)}. Create the "
                 f"optimizer with the same groups (flatten_parameters joins parameters, too)"
             )
-        return found[0]
-
-    def _options_of_empty(self, index: int) -> dict[str, Any]:
-        """Return the hyperparameters of a group without parameters, which its place tells."""
-        empty = index < len(self._old_groups) and not self._old_groups[index].params
-        return self._old_groups[index].options if empty else {}
+        return found[0] if found else {}
 
     def _states(self, key: str) -> dict[str, dict[str, StateEntry]]:
         """Return ``{key: its states}``; {} if none are saved."""

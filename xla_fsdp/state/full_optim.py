@@ -144,17 +144,8 @@ def from_shards(given: Mapping[str, Any], template: OptimizerState) -> Optimizer
 def load_full(
     optimizer: Optimizer, params: Mapping[str, Tensor], names: ShardNames, full: Mapping[str, Any]
 ) -> None:
-    """Load a full state into this rank's optimizer.
-
-    Args:
-        optimizer: the optimizer; it need not have made a step.
-        params: the model's, by key.
-        names: of the model's parameters.
-        full: a result of ``to_full``, on any number of ranks.
-
-    Raises:
-        ValueError: with every problem found; nothing has been changed then.
-    """
+    """Load a full state, of any number of ranks, into this rank's optimizer, which need not have
+    made a step; raise ValueError with every problem found, before anything is changed."""
     with state_made(optimizer, params, full) as template:
         write_optimizer(optimizer, params, from_full(full, template, names))
 

@@ -177,13 +177,7 @@ class SourceCheckpoint:
 
 
 def plan_read(source: SourceCheckpoint, target: LoadTarget, selection: Selection) -> ReadPlan:
-    """Return the tensors that a rank of the new job reads.
-
-    Args:
-        source: files of the old job, by names of the new one.
-        target: rank of the new job.
-        selection: of the tensors to read.
-    """
+    """Return the tensors that a rank of the new job reads of ``source``, which has its names."""
     reader = _Reader(source, target, selection)
     reader.read_model()
     if target.groups is not None:

@@ -163,12 +163,7 @@ def read_with_crc(source: ByteSource, start: int, buffer: memoryview) -> int:
 
 
 def write_crcs(tasks: Sequence[CopyTask], crcs: Sequence[Sequence[int]]) -> None:
-    """Write the CRC-32s of tensors into the fields that are theirs.
-
-    Args:
-        tasks: that were copied.
-        crcs: of each block of each tensor.
-    """
+    """Write the CRC-32s of copied tensors, from those of their blocks, into the fields for them."""
     for path, own in groupby(zip(tasks, crcs, strict=True), lambda each: each[0].path):
         with failing(path), open(path, "r+b") as file:
             for task, blocks in own:
@@ -327,13 +322,8 @@ class VerifiedBytes:
 
 
 def verified(name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> Mapping[str, Any]:
-    """Return the same tensors; reading what is damaged raises ``CheckpointError``.
-
-    Args:
-        name: of their file, for messages.
-        tensors: by name; other values stay as they are.
-        recent: as for ``VerifiedBytes``.
-    """
+    """Return the same tensors of the file ``name``, and values; reading what is damaged raises
+    ``CheckpointError``."""
 
     def make(key: str) -> Any:
         value = tensors[key]
@@ -347,12 +337,8 @@ def verified(name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> Map
 def verifying(
     name: str, tensors: Mapping[str, TensorSource]
 ) -> tuple[dict[str, TensorSource], list[ChecksumVerifier]]:
-    """Return the same tensors, reading through verifiers where they have a checksum.
-
-    Args:
-        name: of their file, for messages.
-        tensors: by name.
-    """
+    """Return the same tensors of the file ``name``, reading through verifiers where they have a
+    checksum."""
     verifiers, same = [], {}
     for key, tensor in tensors.items():
         if tensor.checksum is not None and tensor.spec.nbytes:
@@ -364,10 +350,5 @@ def verifying(
 
 
 def find_damage(verifiers: Iterable[Verifier], *, unread: bool = False) -> list[str]:
-    """Return one line for every damaged tensor.
-
-    Args:
-        verifiers: from ``verifying``.
-        unread: whether to check tensors too of which nothing was read.
-    """
+    """Return the problems of all verifiers, each once."""
     return list(dict.fromkeys(p for each in verifiers for p in each.problems(unread=unread)))

@@ -68,12 +68,7 @@ class Storage(Protocol):
         """Read a small file; None if it does not exist."""
 
     def source(self, name: str, nbytes: int | None = None) -> ByteSource:
-        """Return a source that reads ranges of a file.
-
-        Args:
-            name: of the file.
-            nbytes: its size, from ``sizes``; None to ask for it.
-        """
+        """Return a source that reads ranges of a file; its size is asked for, unless given."""
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write a file, and create the folders that it needs."""

@@ -570,14 +570,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(start: int, buffer: memoryview, row: int, most: int) -> Iterator[_Block]:
-    """Divide a read into blocks of complete rows.
-
-    Args:
-        start: offset of the first byte to read.
-        buffer: to fill.
-        row: number of bytes of a row.
-        most: greatest number of rows in a block; less than 1 means 1.
-    """
+    """Divide a read into blocks of at most ``most`` complete rows, or one, of ``row`` bytes."""
     at, stop = start, start + len(buffer)
     while at < stop:
         first = at // row

@@ -131,11 +131,7 @@ class AlikeFiles:
         return {name: self.of_rank(rank, name) for name in names}
 
     def problems(self, *, unread: bool) -> list[str]:
-        """Return one line for every damaged tensor.
-
-        Args:
-            unread: whether to check tensors too of which nothing was read.
-        """
+        """As ``Verifier`` has it."""
         for name in self._entries if unread else ():
             if self.is_small(name) and name not in self._read:
                 self.rows(name, range(len(self._files)))

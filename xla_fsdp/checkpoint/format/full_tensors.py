@@ -139,13 +139,8 @@ def full_checkpoint(plan: MergePlan, shards: Sequence[Shard], own: int = 0) -> F
 def _full_members(
     entry: ShardedEntry, shards: Sequence[TensorSource], once: Once | None = None
 ) -> Iterator[tuple[str, TensorSource]]:
-    """Yield the name and the full tensor of every parameter of an entry.
-
-    Args:
-        entry: of the state dicts.
-        shards: of all ranks, in rank order, each of shape ``entry.shard_shape``.
-        once: to yield the same object again for the same memory.
-    """
+    """Yield the name and the full tensor of every parameter of an entry, given its shards in rank
+    order; with ``once``, the same object again for the same memory."""
     if entry.row_shape:
         starts, lengths = [0], [entry.layout.numel]
     else:

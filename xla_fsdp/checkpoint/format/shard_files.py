@@ -158,13 +158,7 @@ def _find_in(folder: str) -> list[str]:
 
 
 def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> str:
-    """Return a text for the user on the shard files that ``find_files`` found.
-
-    Args:
-        paths: of the shard files.
-        ckpt_prefix: as given to ``find_files``.
-        ckpt_suffix: as given to ``find_files``.
-    """
+    """Return a text for the user on the shard files that ``find_files`` found."""
     count = f"{len(paths)} checkpoint file{'s' if len(paths) > 1 else ''}"
     if not _is_directory(ckpt_prefix, ckpt_suffix):
         return f"{count} in {ckpt_prefix}{ckpt_suffix}"

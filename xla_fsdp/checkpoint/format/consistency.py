@@ -158,10 +158,10 @@ def find_misfits(plan: MergePlan, shard: Shard, reference: Shard) -> Iterator[st
     leaves it open, the reference (which may be the same shard)."""
     as_there = "" if shard is reference else f", as in {reference.source}"
     expected: dict[str, tuple[str, str, str]] = {}  # by name in a file: its name in a line; kind
-    for key, value in reference.state_dict.items():
+    for key in reference.state_dict:
         entry = plan.sharded.get(key)
         if entry is None:
-            expected[model_name(key)] = key, _kind(value), as_there
+            expected[model_name(key)] = key, _kind(reference.state_dict[key]), as_there
         else:
             kind = _kind(TensorSpec(entry.dtype, entry.shard_shape))
             expected[model_name(key)] = f"the shard of {key}", kind, ""

@@ -277,12 +277,12 @@ def write_optimizer(
     for index, values in given["state"].items():
         is_cast = not set(cast).isdisjoint(known.keys(order[index]))
         optimizer.state[order[index]].update(
-            {name: v for name, v in values.items() if not (is_cast and _is_floating(v))}
+            {
+                name: value
+                for name, value in values.items()
+                if not (is_cast and isinstance(value, Tensor) and value.is_floating_point())
+            }
         )
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def torch_state_dict(

@@ -387,13 +387,11 @@ class RemoteStorage:
             written.append(f"{hidden}.{number:05d}")
             if len(running) == TOGETHER:
                 running.popleft().result()
-            running.append(pool.submit(self._write_part, written[-1], part))
-            del part  # or it would be in memory until the next one is complete
+            write = partial(self._fs.pipe_file, written[-1], part)
+            running.append(pool.submit(self._patience.repeat, write))
+            del part, write  # or it would be in memory until the next one is complete
         for each in running:
             each.result()
-
-    def _write_part(self, path: str, data: bytes) -> None:
-        self._patience.repeat(lambda: self._fs.pipe_file(path, data))
 
     def _join(self, path: str, hidden: str, written: list[str]) -> None:
         """Join the parts, ``COMPOSED`` at a time."""

@@ -427,7 +427,9 @@ def save_checkpoint(
     """
     number = whole_number("step", step, 0)
     keep = Keep(number_or_none("keep_last", keep_last))
-    _check_arguments(model, file_format)
+    check_wrapped(model)
+    if file_format not in SUFFIXES:
+        raise ValueError(f"file_format={file_format!r}; expected one of {', '.join(SUFFIXES)}")
     options = SaveOptions(keep, asynchronous, file_format, take_over)
     objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
     return start_save(directory, model, optimizer, objects, extra, number, options)
@@ -513,12 +515,6 @@ def go_on_from(model: ShardedModule, owners: frozenset[str]) -> None:
     """Let saves of ``model`` replace those of the jobs that owned the directories it has loaded
     from."""
     _replaced[model] = _replaced.get(model, frozenset()) | owners
-
-
-def _check_arguments(model: Any, file_format: str) -> None:
-    check_wrapped(model)
-    if file_format not in SUFFIXES:
-        raise ValueError(f"file_format={file_format!r}; expected one of {', '.join(SUFFIXES)}")
 
 
 def check_wrapped(model: Any) -> None:

@@ -335,17 +335,17 @@ def verified(name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> Map
 
 
 def verifying(
-    name: str, tensors: Mapping[str, TensorSource]
-) -> tuple[dict[str, TensorSource], list[ChecksumVerifier]]:
-    """Return the same tensors of the file ``name``, reading through verifiers where they have a
-    checksum."""
+    name: str, tensors: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[ChecksumVerifier]]:
+    """Return the same tensors of the file ``name``, and values, reading through verifiers where
+    they have a checksum."""
     verifiers, same = [], {}
-    for key, tensor in tensors.items():
-        if tensor.checksum is not None and tensor.spec.nbytes:
-            verifier = ChecksumVerifier(f"{name}: {key}", tensor)
+    for key, value in tensors.items():
+        if isinstance(value, TensorSource) and value.checksum is not None and value.spec.nbytes:
+            verifier = ChecksumVerifier(f"{name}: {key}", value)
             verifiers.append(verifier)
-            tensor = replace(tensor, data=verifier)
-        same[key] = tensor
+            value = replace(value, data=verifier)
+        same[key] = value
     return same, verifiers
 
 

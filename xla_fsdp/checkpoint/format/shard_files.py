@@ -592,12 +592,10 @@ def _verifying_each(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier
     same: list[Shard] = []
     verifiers: list[Verifier] = []
     for shard in shards:
-        known = {k: v for k, v in shard.state_dict.items() if isinstance(v, TensorSource)}
-        model, of_model = verifying(shard.source, known)
+        model, of_model = verifying(shard.source, shard.state_dict)
         optimizer, of_optimizer = verifying(shard.source, shard.optimizer)
         others, of_others = verifying(shard.source, shard.others)
-        state_dict = {key: model.get(key, value) for key, value in shard.state_dict.items()}
-        same.append(replace(shard, state_dict=state_dict, optimizer=optimizer, others=others))
+        same.append(replace(shard, state_dict=model, optimizer=optimizer, others=others))
         verifiers += of_model + of_optimizer + of_others
     return same, verifiers
 

@@ -59,6 +59,7 @@ from xla_fsdp.checkpoint.format.records import (
 )
 from xla_fsdp.checkpoint.steps.step_directory import (
     JOB,
+    MARKER,
     Attempt,
     Keep,
     all_attempts,
@@ -68,7 +69,6 @@ from xla_fsdp.checkpoint.steps.step_directory import (
     read_job,
     remove,
     tidy,
-    write_marker,
     write_metrics,
 )
 
@@ -584,7 +584,7 @@ class Save:
             if self._metrics:
                 write_metrics(self._storage, self._attempt, self._metrics)
             marker = Marker(self._step, self._file.num_shards, dict(files), self._job.token)
-            write_marker(self._storage, self._attempt, marker)
+            self._storage.put(self._attempt.file(MARKER), marker.to_bytes())
             self._marked = True
 
     def _check_listed(self, files: Mapping[str, FileRecord]) -> None:

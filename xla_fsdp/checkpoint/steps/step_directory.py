@@ -172,11 +172,6 @@ def newest_complete(storage: Storage) -> Iterator[Attempt]:
             yield attempt
 
 
-def write_marker(storage: Storage, attempt: Attempt, marker: Marker) -> None:
-    """Mark an attempt as complete; all its files must be on disk."""
-    storage.put(attempt.file(MARKER), marker.to_bytes())
-
-
 def read_marker(storage: Storage, attempt: Attempt) -> Marker:
     """Read the marker of a complete attempt.
 

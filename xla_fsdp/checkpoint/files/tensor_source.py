@@ -408,30 +408,19 @@ class Joined:
 
 
 class JoinedShards(Joined):
-    """Bytes ``start`` to ``stop`` of tensors of one length, one after the other.
+    """Tensors of ``width`` bytes each, one after the other; each is asked for when it is read."""
 
-    Args:
-        shards: of which those that are read are asked for, each time.
-        width: bytes of each.
-        start: first byte of all of them.
-        stop: byte after the last one.
-    """
-
-    def __init__(self, shards: Sequence[TensorSource], width: int, start: int, stop: int) -> None:
-        self._shards, self._width, self._start = shards, width, start
-        self.nbytes = stop - start
+    def __init__(self, shards: Sequence[TensorSource], width: int) -> None:
+        self._shards, self._width = shards, width
+        self.nbytes = width * len(shards)
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
         """As of ``Joined``."""
-        at, end = self._start + start, self._start + stop
-        while at < end:
-            shard = at // self._width
-            last = min((shard + 1) * self._width, self._start + self.nbytes)
-            first = max(shard * self._width, self._start)
-            whole = self._shards[shard].data
-            part = Part(whole, first - shard * self._width, last - first)
-            yield part, at - self._start, last - self._start
-            at = last
+        while start < stop:
+            shard = start // self._width
+            end = (shard + 1) * self._width
+            yield self._shards[shard].data, start, end
+            start = end
 
 
 class Cast:

@@ -22,7 +22,7 @@ import numpy as np
 from xla_fsdp.checkpoint.files.checksum import crcs_in
 from xla_fsdp.checkpoint.files.copying import damage
 from xla_fsdp.checkpoint.files.safetensors_file import Entry
-from xla_fsdp.checkpoint.files.tensor_source import ByteSource, Part, TensorSource, TensorSpec
+from xla_fsdp.checkpoint.files.tensor_source import ByteSource, Part, TensorSource
 from xla_fsdp.checkpoint.format.records import model_name
 
 WINDOW = 1 << 23  # bytes of all files together
@@ -174,7 +174,7 @@ class AlikeFiles:
 
 
 class TensorOfAll(Sequence[TensorSource]):
-    """A small tensor of several ranks.
+    """A small tensor of several ranks; as a source, the bytes of all of them after one another.
 
     Args:
         files: of all ranks.
@@ -185,6 +185,7 @@ class TensorOfAll(Sequence[TensorSource]):
 
     def __init__(self, files: AlikeFiles, name: str, entry: Entry, ranks: range) -> None:
         self._files, self._name, self._entry, self._ranks = files, name, entry, ranks
+        self.nbytes, self.at = entry.spec.nbytes * len(ranks), entry.start
 
     @overload
     def __getitem__(self, index: int) -> TensorSource: ...
@@ -194,44 +195,18 @@ class TensorOfAll(Sequence[TensorSource]):
         if isinstance(index, slice):
             return TensorOfAll(self._files, self._name, self._entry, self._ranks[index])
         known = self._files.of_rank(self._ranks[index], self._name)
-        one = self[index : index + 1]
-        return TensorSource(known.spec, one.joined(0, known.spec.nbytes), known.identity)
+        return TensorSource(known.spec, self[index : index + 1], known.identity)
 
     def __len__(self) -> int:
         return len(self._ranks)
-
-    @property
-    def spec(self) -> TensorSpec:
-        return self._entry.spec
-
-    @property
-    def at(self) -> int:
-        """The offset in the files."""
-        return self._entry.start
 
     @property
     def identity(self) -> Hashable:
         """Equal for sequences of the same bytes."""
         return self._entry.start, self._entry.spec, self._ranks
 
-    def joined(self, start: int, stop: int) -> ByteSource:
-        """Return bytes ``start`` to ``stop`` of all tensors after one another."""
-        return _JoinedRows(self, start, stop - start)
-
-    def rows(self, first: int, last: int) -> np.ndarray:
-        """Return the bytes of the tensors with these numbers, one in each row."""
-        return self._files.rows(self._name, self._ranks[first:last])
-
-
-class _JoinedRows:
-    def __init__(self, tensors: TensorOfAll, start: int, nbytes: int) -> None:
-        self._tensors, self._start, self.nbytes = tensors, start, nbytes
-        self.at = tensors.at
-
     def read_into(self, start: int, buffer: memoryview) -> None:
-        width = self._tensors.spec.nbytes
-        low = self._start + start
-        high = low + len(buffer)
-        first = low // width
-        rows = self._tensors.rows(first, -(-high // width)).reshape(-1)
-        buffer[:] = rows.data[low - first * width : high - first * width]
+        width, stop = self._entry.spec.nbytes, start + len(buffer)
+        first = start // width
+        rows = self._files.rows(self._name, self._ranks[first : -(-stop // width)]).reshape(-1)
+        buffer[:] = rows.data[start - first * width : stop - first * width]

@@ -18,6 +18,7 @@ import torch
 from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
     JoinedShards,
+    Part,
     TensorSource,
     TensorSpec,
     global_of,
@@ -169,9 +170,9 @@ def _joined(
 ) -> ByteSource:
     """Return the bytes of elements (or rows) ``start`` to ``stop`` of the unsharded entry."""
     row = entry.row_numel * shards[0].dtype.itemsize
-    if isinstance(shards, TensorOfAll):
-        return shards.joined(start * row, stop * row)
-    return JoinedShards(shards, entry.layout.shard_numel * row, start * row, stop * row)
+    width = entry.layout.shard_numel * row
+    joined = shards if isinstance(shards, TensorOfAll) else JoinedShards(shards, width)
+    return Part(joined, start * row, (stop - start) * row)
 
 
 def _full_model(plan: MergePlan, shards: Sequence[Shard], own: Shard) -> dict[str, Any]:

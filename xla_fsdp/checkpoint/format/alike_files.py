@@ -125,11 +125,6 @@ class AlikeFiles:
         self._verify(name, ranks, rows)
         return rows
 
-    def large(self, rank: int) -> dict[str, TensorSource]:
-        """Return the tensors of a rank that are not small, by name, not verified."""
-        names = (name for name in self._entries if not self.is_small(name))
-        return {name: self.of_rank(rank, name) for name in names}
-
     def problems(self, *, unread: bool) -> list[str]:
         """As ``Verifier`` has it."""
         for name in self._entries if unread else ():

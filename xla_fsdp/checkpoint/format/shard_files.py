@@ -582,39 +582,26 @@ def are_alike(shards: Sequence[Shard]) -> bool:
 
 
 def verifying_shards(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
-    """Return the same shards, reading through verifiers of their tensors' checksums."""
+    """Return the same shards, reading through verifiers of their tensors' checksums.
+
+    Of files that are alike, small tensors are read, and verified, for all ranks together: only the
+    first shard has them.
+    """
+    alike = None
     if len(shards) > 1 and are_alike(shards):
-        return _verifying_alike(shards)
-    return _verifying_each(shards)
-
-
-def _verifying_each(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
+        files = [shard.file for shard in shards if shard.file is not None]
+        alike = AlikeFiles(files[0].entries, files)
     same: list[Shard] = []
-    verifiers: list[Verifier] = []
+    verifiers: list[Verifier] = [] if alike is None else [alike]
     for shard in shards:
-        model, of_model = verifying(shard.source, shard.state_dict)
-        optimizer, of_optimizer = verifying(shard.source, shard.optimizer)
-        others, of_others = verifying(shard.source, shard.others)
+        is_left_out = alike.is_small if alike is not None and same else lambda _: False
+        kinds = ((shard.state_dict, MODEL_PREFIX), (shard.optimizer, ""), (shard.others, ""))
+        found = [
+            verifying(shard.source, {k: of[k] for k in of if not is_left_out(f"{prefix}{k}")})
+            for of, prefix in kinds
+        ]
+        model, optimizer, others = (tensors for tensors, _ in found)
         same.append(replace(shard, state_dict=model, optimizer=optimizer, others=others))
-        verifiers += of_model + of_optimizer + of_others
-    return same, verifiers
-
-
-def _verifying_alike(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
-    """As ``verifying_shards``; small tensors are read, and verified, for all ranks together."""
-    files = [shard.file for shard in shards if shard.file is not None]
-    alike = AlikeFiles(files[0].entries, files)
-    same, verifiers = _verifying_each(shards[:1])
+        verifiers += [verifier for _, own in found for verifier in own]
     same[0] = replace(same[0], alike=alike)
-    for rank, shard in enumerate(shards[1:], 1):
-        large = alike.large(rank)
-        model, of_model = verifying(
-            shard.source,
-            {n.removeprefix(MODEL_PREFIX): t for n, t in large.items() if n not in shard.optimizer},
-        )
-        optimizer, of_optimizer = verifying(
-            shard.source, {n: t for n, t in large.items() if n in shard.optimizer}
-        )
-        verifiers += of_model + of_optimizer
-        same.append(replace(shard, state_dict=model, optimizer=optimizer, others={}))
-    return same, [alike, *verifiers]
+    return same, verifiers

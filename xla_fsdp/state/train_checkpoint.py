@@ -59,6 +59,7 @@ from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.stacked_params import HostCopies
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.state.fsdp1_state_dict_type import unchosen
+from xla_fsdp.state.metadata import describe
 from xla_fsdp.state.optim import (
     OptimizerParams,
     find_problems,
@@ -100,9 +101,8 @@ class TrainState:
 
     def __post_init__(self) -> None:
         reshard_units(self._module)
-        data = self.model.get_shard_metadata()
-        global_rank = None if data["groups"] is None else ops.rank()
-        self.metadata = ShardMetadata.from_dict({**data, "global_rank": global_rank})
+        own = describe(self._module)
+        self.metadata = replace(own, global_rank=None if own.groups is None else ops.rank())
         self.params = params_by_key(
             self.model.get_original_names_and_sharded_parameters(), self._module.named_parameters()
         )

@@ -38,7 +38,7 @@ TAKE_ALL = {
     "checkpoint/files/remote_storage.py repeat": 1,
     "checkpoint/files/remote_storage.py write": 1,
     "checkpoint/steps/save_step.py _work": 1,
-    "checkpoint/steps/save_step.py _tidied": 1,
+    "checkpoint/steps/save_step.py _tidy": 1,
     "checkpoint/steps/save_step.py failing_together": 1,
     "checkpoint/format/shard_files.py twin": 1,
     "checkpoint/files/torch_file.py read_torch": 1,

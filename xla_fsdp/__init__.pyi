@@ -101,6 +101,7 @@ from .scan import (
 )
 from .state.checkpoint_manager import CheckpointManager as CheckpointManager
 from .state.checkpoint_manager import Restored as Restored
+from .state.checkpoint_manager import load_checkpoint as load_checkpoint
 from .state.dcp_api import (
     StateDictOptions as StateDictOptions,
 )
@@ -163,9 +164,6 @@ from .state.optim_api import (
 )
 from .state.train_checkpoint import (
     PendingSave as PendingSave,
-)
-from .state.train_checkpoint import (
-    load_checkpoint as load_checkpoint,
 )
 from .state.train_checkpoint import (
     save_checkpoint as save_checkpoint,

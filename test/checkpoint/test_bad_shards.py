@@ -138,15 +138,18 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "wrong whole": (
         set_model("ignored", torch.ones(2)),
-        [r"BAD: ignored is float32 of shape \(2,\), but float32 of shape \(3, 2\) in \S*00000-of"],
+        [
+            r"BAD: ignored is float32 of shape \(2,\), expected float32 of shape \(3, 2\), as in "
+            r"\S*00000-of"
+        ],
     ),
     "missing key": (
         lambda p: change(p, lambda c: c["model"].pop("scale")),
-        [r"BAD: model has no scale, which \S*00000-of-\S* has"],
+        [r"BAD: the shard of scale is missing, expected float32 of shape \(128,\)"],
     ),
     "extra key": (
         set_model("more", torch.ones(2)),
-        [r"BAD: model has more, which \S*00000-of-\S* has not"],
+        [r"BAD: more is \w+ of shape \S*, expected nothing of this name, as in \S*00000-of-"],
     ),
     "other metadata": (
         rename_member,
@@ -206,7 +209,10 @@ def test_a_reference_without_a_key_is_named(tmp_path: Path) -> None:
     paths = every_kind().save(tmp_path, 2)
     change(paths[0], lambda c: c["model"].pop("scale"))
     problems = find_problems([open_shard(str(path)) for path in paths])
-    assert problems == [f"{paths[1]}: model has scale, which {paths[0]} has not"]
+    assert problems == [
+        f"{paths[1]}: scale is float32 of shape (128,), expected nothing of this name, as in "
+        f"{paths[0]}"
+    ]
 
 
 def test_equal_shards_with_nan_are_still_tied(tmp_path: Path) -> None:
@@ -226,7 +232,7 @@ def test_one_state_dict_for_every_rank_is_wanted() -> None:
 def test_bad_state_dicts_are_named_by_their_place() -> None:
     shards = [every_kind().shard(rank, 2) for rank in range(2)]
     del shards[1]["model"]["ignored"]
-    with pytest.raises(CheckpointError, match=r"^state_dict_list\[1\]: model has no ignored"):
+    with pytest.raises(CheckpointError, match=r"^state_dict_list\[1\]: ignored is missing"):
         consolidate_sharded_state_dicts([s["model"] for s in shards], shards[0]["shard_metadata"])
 
 

@@ -256,7 +256,6 @@ def tiers(rank: int, folder: Path) -> Any:
             set_to(model, step)
             first.save(step, model)
     exchange(b"")  # rank 0 deletes older steps, and has waited for that
-    from xla_fsdp.checkpoint.files.storage import open_storage
     from xla_fsdp.checkpoint.steps.step_directory import complete_attempts
 
     places = [
@@ -732,18 +731,11 @@ def test_ranks_look_again_where_another_job_saves_and_deletes(
 ) -> None:
     """What was listed is deleted, and what took its place was not there yet."""
     from xla_fsdp import CheckpointManager
-    from xla_fsdp.state import checkpoint_manager, train_checkpoint
+    from xla_fsdp.state import checkpoint_manager
 
     save_step(tmp_path, 6, 2)
-    alone, at = Ranks(0, 1, lambda data: [data]), Attempt(6)
-    for module, name in (
-        (train_checkpoint, "newest_complete"),
-        (checkpoint_manager, "complete_attempts"),
-    ):
-        looks = iter([[], [], [at]])
-        monkeypatch.setattr(module, name, lambda *_, looks=looks: iter(next(looks)))
-    found, _ = train_checkpoint._agreed_attempt(open_storage(tmp_path), alone, None, {})
-    assert found == at
+    alone, at, looks = Ranks(0, 1, lambda data: [data]), Attempt(6), iter([[], [], [Attempt(6)]])
+    monkeypatch.setattr(checkpoint_manager, "complete_attempts", lambda _: iter(next(looks)))
     [candidate], _ = CheckpointManager(tmp_path)._candidates(alone, None, {})
     assert candidate.attempt == at
 

@@ -571,7 +571,7 @@ def test_errors_are_the_same_on_all_ranks_and_leave_everything_alone() -> None:
     assert "ranks 0, 1: group 0 of SGD has a parameter of shape (11, 5)" in found["foreign"]
     assert "/x holds no complete step that all ranks see" in found["nothing"]
     assert found["missing ok"] == "{'step': None, 'extra': None}"
-    assert "/adamw holds no step 7 that is complete; there is 1, 2" in found["no step"]
+    assert "/adamw holds no step 7 that is complete on all ranks; there is 1, 2" in found["no step"]
     assert found["step's kind"] == "ValueError: step=True; expected a whole number, 0 or more"
     assert "group 0 of the optimizer joins parameters of several groups" in found["class"]
     assert re.search(r"step_0+\d+: the checkpoint holds no lr_scheduler; load", found["scheduler"])

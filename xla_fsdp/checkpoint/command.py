@@ -10,7 +10,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
+
+from tqdm import tqdm
 
 from xla_fsdp.checkpoint.convert.consolidate import (
     OUTPUT_MARK,
@@ -241,9 +243,8 @@ def _kind(args: Namespace, output: str) -> Kind:
 
 @contextmanager
 def _progress(status: Status, what: str, size: int) -> Iterator[Progress]:
-    """Draw a progress bar if stderr is a terminal and tqdm is installed; else the status tells."""
-    tqdm = _tqdm() if sys.stderr.isatty() else None
-    if tqdm is None:
+    """Draw a progress bar if stderr is a terminal; else the status tells."""
+    if not sys.stderr.isatty():
         status.doing = amount = _Amount(what, size)
         yield amount.add
         return
@@ -271,11 +272,3 @@ class _Amount:
         rate = self._done / (time.monotonic() - self._began)
         left = round((self._size - self._done) / rate)
         return f"{text}, {rate / 1e6:.0f} MB/s, {f'{left} s left' if left > 0 else 'finishing'}"
-
-
-def _tqdm() -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm

@@ -29,8 +29,9 @@ from xla_fsdp.optim.clip_grad import clip_grad_norm_
 from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.recipe.apply import parallelize
 from xla_fsdp.recipe.options import Recipe
+from xla_fsdp.state.checkpoint_manager import load_checkpoint
 from xla_fsdp.state.model import full_state_dict
-from xla_fsdp.state.train_checkpoint import load_checkpoint, save_checkpoint
+from xla_fsdp.state.train_checkpoint import save_checkpoint
 from xla_fsdp.xla import ops
 
 require("accelerate")

@@ -29,8 +29,9 @@ from xla_fsdp.integrations.accelerate import SHARDS, Accelerator
 from xla_fsdp.nn.activation_checkpoint import checkpoint_module
 from xla_fsdp.recipe.apply import parallelize
 from xla_fsdp.recipe.options import Recipe
+from xla_fsdp.state.checkpoint_manager import load_checkpoint
 from xla_fsdp.state.model import full_state_dict
-from xla_fsdp.state.train_checkpoint import load_checkpoint, save_checkpoint
+from xla_fsdp.state.train_checkpoint import save_checkpoint
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.host import exchange

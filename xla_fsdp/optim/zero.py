@@ -31,8 +31,8 @@ from xla_fsdp.optim.initial_state import make_state
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
 from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
 from xla_fsdp.optim.traits import is_elementwise
-from xla_fsdp.state.full_optim import ShardNames, load_full, to_full
 from xla_fsdp.state.optim import read_optimizer
+from xla_fsdp.state.optim_api import ShardNames, load_full, to_full
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.host import execute_pending
 

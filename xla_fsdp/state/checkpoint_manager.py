@@ -1,4 +1,5 @@
-"""``CheckpointManager``: save every so many steps, keep the best ones, resume from a whole one.
+"""``CheckpointManager``: save every so many steps, keep the best ones, resume from a whole one; and
+``load_checkpoint``, which resumes from the newest one or none.
 
 Invariants: every rank makes the same calls, and all get the same answers and errors; a step that
 cannot be read is neither deleted nor loaded.
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch.optim import Optimizer
@@ -33,7 +34,7 @@ from xla_fsdp.checkpoint.steps.step_directory import (
 )
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.state.train_checkpoint import (
-    LOOKS,
+    LR_SCHEDULER,
     PendingSave,
     SaveOptions,
     Stateful,
@@ -47,7 +48,18 @@ from xla_fsdp.state.train_checkpoint import (
     wait_for_earlier,
 )
 
+LOOKS = 3
+"""How often ranks look for a step that all see: another job may save and delete meanwhile."""
+
 RUN = "run"  # a file in a local directory: the directory of the run
+
+
+class Loaded(TypedDict):
+    """What ``load_checkpoint`` returns: the step, None if there was none, and what was given to
+    ``save_checkpoint`` as ``extra``."""
+
+    step: int | None
+    extra: Any
 
 
 class Restored(NamedTuple):
@@ -115,6 +127,22 @@ class _Tier:
         if attempt not in self.metrics:
             self.metrics[attempt] = read_metrics(self.storage, attempt)
         return self.metrics[attempt]
+
+
+@dataclass(frozen=True)
+class _How:
+    """How to restore: arguments of ``restore``, and what ``load_checkpoint`` has otherwise.
+
+    Args:
+        missing_ok: return if there is no complete step, rather than raise.
+        fall_back: to an older step, if one is damaged.
+    """
+
+    strict: bool = True
+    only: Callable[[str], bool] | Collection[str] | None = None
+    key_map: Mapping[str, str] | None = None
+    missing_ok: bool = True
+    fall_back: bool = True
 
 
 class _Candidate(NamedTuple):
@@ -275,22 +303,32 @@ class CheckpointManager:
             CheckpointError: on all ranks; nothing has changed then. If no step is whole; if
                 ``step`` is not there; if the model or the objects are other ones.
         """
-        check_wrapped(model)
         if step is not None and step != "best":
             step = whole_number("step", step, 0)
+        return self._restore(model, optimizer, step, objects or {}, _How(strict, only, key_map))
+
+    def _restore(
+        self,
+        model: ShardedModule,
+        optimizer: Optimizer | None,
+        step: int | str | None,
+        objects: Mapping[str, Stateful],
+        how: _How,
+    ) -> Restored | None:
+        check_wrapped(model)
         self.wait()
         wait_for_earlier(model)
         ranks = own_ranks()
         with ranks.failing_together():
-            state = TrainState(model, optimizer, objects or {})
+            state = TrainState(model, optimizer, objects)
             names = state.names()
-            selection = _selection(names, strict, only, key_map)
+            selection = _selection(names, how)
             selected = list(filter(selection.only, names))
             agreed = {
                 "step": step,
-                "strict": strict,
+                "strict": how.strict,
                 "optimizer": state.kind_of_optimizer,
-                "key_map": str(key_map),
+                "key_map": str(how.key_map),
                 "only": f"{len(selected)} names, {digest(repr(selected).encode())[:15]}",
             }
         candidates, owners = self._candidates(ranks, step, agreed)
@@ -300,14 +338,14 @@ class CheckpointManager:
             with ranks.failing_together():
                 metrics = self._tiers[each.tier].metrics_of(each.attempt)
             loaded, found, mismatch = read_state(state, storage, each.attempt, selection)
-            ranks.all_gather_or_raise(found if mismatch else [])
+            ranks.all_gather_or_raise(found if mismatch or not how.fall_back else [])
             try:
                 ranks.all_gather_or_raise(found)
             except CheckpointError as error:
                 problems += error.problems
                 self._note_damage(each, error, ranks.rank)
                 continue
-            load_together(state, loaded, ranks, strict=strict and only is None)
+            load_together(state, loaded, ranks, strict=how.strict and how.only is None)
             go_on_from(model, owners)
             self._saved = None  # what is trained from here on may be saved under the same number
             extra = loaded.values.get("extra")
@@ -315,7 +353,10 @@ class CheckpointManager:
         if problems:
             raise CheckpointError(problems)
         if step is not None:
-            raise CheckpointError(self._absent(step, ranks))
+            raise CheckpointError(self._absent(step))
+        if not how.missing_ok:
+            where = self._tiers[0].storage.where
+            raise CheckpointError(f"{where} holds no complete step that all ranks see")
         go_on_from(model, owners)
         return None
 
@@ -423,7 +464,7 @@ class CheckpointManager:
                 stacklevel=3,
             )
 
-    def _absent(self, step: int | str, ranks: Ranks) -> str:
+    def _absent(self, step: int | str) -> str:
         where = self._tiers[0].storage.where
         if step == "best" and self._best is not None:
             return f"{where} holds no complete step with the metric {self._best.metric!r}"
@@ -442,17 +483,62 @@ def _common(
                 yield _Candidate(Attempt(*attempt), tier, metrics)
 
 
-def _selection(
-    names: Sequence[str],
-    strict: bool,
-    only: Callable[[str], bool] | Collection[str] | None,
-    key_map: Mapping[str, str] | None,
-) -> Selection:
+@torch.inference_mode(False)  # which would make all that is loaded unfit for training
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    model: ShardedModule,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Stateful | None = None,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    missing_ok: bool = False,
+) -> Loaded:
+    """Load a checkpoint of ``save_checkpoint`` onto any number of ranks, units and sharding groups,
+    flattened or not. Every rank calls it, and reads only what it needs.
+
+    Args:
+        directory: the argument of ``save_checkpoint``.
+        model: the sharded model.
+        optimizer: the optimizer of its parameters, with the same groups; it need not have made a
+            step. Its hyperparameters are replaced, as by its own ``load_state_dict``.
+        lr_scheduler: any object with ``load_state_dict``.
+        step: the step to load; None for the latest one that is complete for all ranks.
+        strict: whether names that only the checkpoint or only the model has are errors. Otherwise
+            names that only the checkpoint has are ignored, and tensors that it lacks do not change.
+        missing_ok: return without loading if there is no complete step, rather than raise.
+
+    Returns:
+        ``{"step": ..., "extra": ...}``, both None if there was nothing to load. On as many ranks as
+        saved it, each rank gets its own ``extra`` and the states of its random number generators;
+        otherwise every rank gets rank 0's ``extra``, and the generators do not change. Of replicas
+        one is saved, and all get what was its own.
+
+    Raises:
+        TypeError: if ``model`` is not sharded by FSDP.
+        ValueError: if ``step`` is no whole number.
+        CheckpointError: on all ranks, with every problem of every rank; nothing has changed then.
+    """
+    check_wrapped(model)
+    if step is not None:
+        step = whole_number("step", step, 0)
+    with own_ranks().failing_together():
+        manager = CheckpointManager(directory)
+    objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
+    how = _How(strict, missing_ok=missing_ok, fall_back=False)
+    restored = manager._restore(model, optimizer, step, objects, how)
+    if restored is None:
+        return {"step": None, "extra": None}
+    return {"step": restored.step, "extra": restored.extra}
+
+
+def _selection(names: Sequence[str], how: _How) -> Selection:
     """Return what to load.
 
     Raises:
         CheckpointError: if ``only``, or a prefix of it, selects none of the model's names.
     """
+    only, key_map, strict = how.only, how.key_map, how.strict
     if not isinstance(key_map, Mapping | None) or not all(
         isinstance(text, str) for pair in (key_map or {}).items() for text in pair
     ):

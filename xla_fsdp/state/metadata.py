@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-import torch
 from torch import nn
 
+from xla_fsdp.checkpoint.errors import dtype_name
 from xla_fsdp.checkpoint.format.records import MemberRecord, ParamRecord, ShardMetadata
 from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.mesh import Mesh
@@ -129,7 +129,7 @@ def _record(shard: NamedShard, spread: bool) -> ParamRecord:
     param = shard.param
     return ParamRecord(
         key=shard.key,
-        dtype=_dtype_name(param.leaf.dtype),
+        dtype=dtype_name(param.leaf.dtype),
         multiple=param.packing.layout.multiple,
         members=tuple(
             MemberRecord(
@@ -158,8 +158,4 @@ def _cast_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield names and original dtypes of the buffers that units have cast."""
     for prefix, module in named_fsdp_modules(model, remove_duplicate=False):
         for name, dtype in module._fsdp_module_state.cast_buffers.items():
-            yield join_name(prefix, name), _dtype_name(dtype)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+            yield join_name(prefix, name), dtype_name(dtype)

@@ -46,11 +46,11 @@ SET_BY_SCHEDULERS = "initial_lr"
 def params_by_key(
     sharded: Iterable[tuple[str, Tensor]], named: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return every parameter once, by key; a stacked one as its slice.
+    """Return every parameter once, by key; a stacked one as its slice. The first of several names
+    for one shard is its key, as in ``get_shard_metadata()``.
 
     Args:
-        sharded: the result of ``model.get_original_names_and_sharded_parameters()``. The first of
-            several names for one shard is its key, as in ``get_shard_metadata()``.
+        sharded: the result of ``model.get_original_names_and_sharded_parameters()``.
         named: ``model.named_parameters()``, for those that are not sharded.
     """
     keys: dict[int, tuple[str, Tensor]] = {}
@@ -277,12 +277,12 @@ def write_optimizer(
     for index, values in given["state"].items():
         is_cast = not set(cast).isdisjoint(known.keys(order[index]))
         optimizer.state[order[index]].update(
-            {name: v for name, v in values.items() if not (is_cast and _is_floating(v))}
+            {
+                name: value
+                for name, value in values.items()
+                if not (is_cast and isinstance(value, Tensor) and value.is_floating_point())
+            }
         )
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def torch_state_dict(

@@ -44,7 +44,7 @@ _INSTEAD = (
 
 def install() -> None:
     """Put the guards around functions that write state dicts, and around torch's that load them."""
-    torch.save = _guarded_save(torch.save)
+    torch.save = _warned("torch.save", torch.save)
     for name in ("dump", "dumps"):
         setattr(pickle, name, _warned(f"pickle.{name}", getattr(pickle, name)))
     _warn_in_safetensors()
@@ -53,24 +53,16 @@ def install() -> None:
     _refuse_ddp()
 
 
-def _guarded_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if holds_shards(obj) and ops.world_size() > 1:
-            if isinstance(f, str | os.PathLike):
-                _refuse_shared_file(os.path.abspath(f))
-            _warn("torch.save", obj)
-        return original(obj, f, *args, **kwargs)
-
-    return save
-
-
 def _warned(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``original``, which writes its first argument, warn of shards."""
+    """Let ``original``, which writes its first argument, warn of shards, and refuse to write those
+    of several ranks to one path."""
 
     @functools.wraps(original)
     def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
         if holds_shards(obj) and ops.world_size() > 1:
+            file = args[0] if args else kwargs.get("f")
+            if isinstance(file, str | os.PathLike):
+                _refuse_shared_file(os.path.abspath(file))
             _warn(name, obj)
         return original(obj, *args, **kwargs)
 

@@ -1,6 +1,6 @@
-"""``save_checkpoint`` and ``load_checkpoint``: save a training job, load it on any number of ranks.
+"""``save_checkpoint``: save a training job; what loads one, on any number of ranks.
 
-Invariants: every rank calls both functions, and all raise the same error or none; a save copies all
+Invariants: every rank makes the same calls, and all raise the same error or none; a save copies all
 tensors to host memory first, an asynchronous one over the copies of the save before, which it waits
 for; a load changes nothing before all has been read and checked.
 """
@@ -13,8 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,7 +34,6 @@ from xla_fsdp.checkpoint.files.json_values import Packed, pack
 from xla_fsdp.checkpoint.files.storage import Storage, open_storage
 from xla_fsdp.checkpoint.format.records import (
     SUFFIXES,
-    JobRecord,
     OptimizerState,
     ShardMetadata,
     StateEntry,
@@ -43,22 +41,17 @@ from xla_fsdp.checkpoint.format.records import (
 )
 from xla_fsdp.checkpoint.steps.load_step import LoadedStep, load_step
 from xla_fsdp.checkpoint.steps.save_step import (
-    LOOKED_AT,
     Job,
     RankContent,
     Ranks,
     Save,
     ShardFile,
-    disagreements,
     write_rank_file,
 )
 from xla_fsdp.checkpoint.steps.step_directory import (
     Attempt,
     Keep,
-    all_attempts,
     job_token,
-    newest_complete,
-    owner_of,
 )
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.fsdp.engine.module_state import reshard_units
@@ -66,6 +59,7 @@ from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.stacked_params import HostCopies
 from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.state.fsdp1_state_dict_type import unchosen
+from xla_fsdp.state.metadata import describe
 from xla_fsdp.state.optim import (
     OptimizerParams,
     find_problems,
@@ -89,14 +83,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-class Loaded(TypedDict):
-    """What ``load_checkpoint`` returns: the step, None if there was none, and what was given to
-    ``save_checkpoint`` as ``extra``."""
-
-    step: int | None
-    extra: Any
-
-
 @dataclass
 class TrainState:
     """The objects that one rank trains; converts their state to and from the contents of files.
@@ -115,9 +101,8 @@ class TrainState:
 
     def __post_init__(self) -> None:
         reshard_units(self._module)
-        data = self.model.get_shard_metadata()
-        global_rank = None if data["groups"] is None else ops.rank()
-        self.metadata = ShardMetadata.from_dict({**data, "global_rank": global_rank})
+        own = describe(self._module)
+        self.metadata = replace(own, global_rank=None if own.groups is None else ops.rank())
         self.params = params_by_key(
             self.model.get_original_names_and_sharded_parameters(), self._module.named_parameters()
         )
@@ -442,7 +427,9 @@ def save_checkpoint(
     """
     number = whole_number("step", step, 0)
     keep = Keep(number_or_none("keep_last", keep_last))
-    _check_arguments(model, file_format)
+    check_wrapped(model)
+    if file_format not in SUFFIXES:
+        raise ValueError(f"file_format={file_format!r}; expected one of {', '.join(SUFFIXES)}")
     options = SaveOptions(keep, asynchronous, file_format, take_over)
     objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
     return start_save(directory, model, optimizer, objects, extra, number, options)
@@ -502,65 +489,6 @@ def start_save(
     return pending
 
 
-@torch.inference_mode(False)  # which would make all that is loaded unfit for training
-def load_checkpoint(
-    directory: str | os.PathLike[str],
-    model: ShardedModule,
-    optimizer: Optimizer | None = None,
-    lr_scheduler: Stateful | None = None,
-    *,
-    step: int | None = None,
-    strict: bool = True,
-    missing_ok: bool = False,
-) -> Loaded:
-    """Load a checkpoint of ``save_checkpoint`` onto any number of ranks, units and sharding groups,
-    flattened or not. Every rank calls it, and reads only what it needs.
-
-    Args:
-        directory: the argument of ``save_checkpoint``.
-        model: the sharded model.
-        optimizer: the optimizer of its parameters, with the same groups; it need not have made a
-            step. Its hyperparameters are replaced, as by its own ``load_state_dict``.
-        lr_scheduler: any object with ``load_state_dict``.
-        step: the step to load; None for the latest one that is complete for all ranks.
-        strict: whether names that only the checkpoint or only the model has are errors. Otherwise
-            names that only the checkpoint has are ignored, and tensors that it lacks do not change.
-        missing_ok: return without loading if there is no complete step, rather than raise.
-
-    Returns:
-        ``{"step": ..., "extra": ...}``, both None if there was nothing to load. On as many ranks as
-        saved it, each rank gets its own ``extra`` and the states of its random number generators;
-        otherwise every rank gets rank 0's ``extra``, and the generators do not change. Of replicas
-        one is saved, and all get what was its own.
-
-    Raises:
-        TypeError: if ``model`` is not sharded by FSDP.
-        ValueError: if ``step`` is no whole number.
-        CheckpointError: on all ranks, with every problem of every rank; nothing has changed then.
-    """
-    check_wrapped(model)
-    if step is not None:
-        step = whole_number("step", step, 0)
-    wait_for_earlier(model)
-    objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
-    ranks = own_ranks()
-    with ranks.failing_together():
-        state, storage = TrainState(model, optimizer, objects), open_storage(directory)
-    agreed = {"step": step, "strict": strict, "optimizer": state.kind_of_optimizer}
-    attempt, owners = _agreed_attempt(storage, ranks, step, agreed)
-    if attempt is None and missing_ok:
-        go_on_from(model, owners)
-        return {"step": None, "extra": None}
-    if attempt is None:
-        raise CheckpointError(f"{storage.where} holds no complete step that all ranks see")
-    selection = Selection(strict=strict)
-    loaded, problems, _ = read_state(state, storage, attempt, selection)
-    ranks.all_gather_or_raise(problems)
-    load_together(state, loaded, ranks, strict=strict)
-    go_on_from(model, owners)
-    return {"step": attempt.step, "extra": loaded.values.get("extra")}
-
-
 def read_state(
     state: TrainState, storage: Storage, attempt: Attempt, selection: Selection
 ) -> tuple[Any, list[str], bool]:
@@ -589,12 +517,6 @@ def go_on_from(model: ShardedModule, owners: frozenset[str]) -> None:
     _replaced[model] = _replaced.get(model, frozenset()) | owners
 
 
-def _check_arguments(model: Any, file_format: str) -> None:
-    check_wrapped(model)
-    if file_format not in SUFFIXES:
-        raise ValueError(f"file_format={file_format!r}; expected one of {', '.join(SUFFIXES)}")
-
-
 def check_wrapped(model: Any) -> None:
     if not isinstance(model, ShardedModule):
         raise TypeError(
@@ -617,45 +539,3 @@ def wait_for_earlier(model: ShardedModule) -> HostCopies | None:
         return None
     earlier.finish()
     return earlier.reusable
-
-
-LOOKS = 3
-"""How often ranks look for a step that all see: another job may save and delete meanwhile."""
-
-
-def _agreed_attempt(
-    storage: Storage, ranks: Ranks, step: int | None, agreed: Mapping[str, Any], looks: int = LOOKS
-) -> tuple[Attempt | None, frozenset[str]]:
-    """Return the latest save that every rank sees as complete, None if there is none; and the
-    tokens of the jobs that own the directories.
-
-    Raises:
-        CheckpointError: if ``step`` is given and not complete, or files cannot be read; if ranks
-            disagree about ``agreed``.
-    """
-    own: list[Attempt] = []
-    some = False  # steps, complete or not
-    others: list[int] = []  # complete steps to name in the error, if this one is not there
-    problems: list[str] = []
-    owner: JobRecord | None = None
-    try:
-        owner = owner_of(storage)
-        own = list(islice(newest_complete(storage, step), LOOKED_AT))
-        some = bool(own or all_attempts(storage))
-        if not own:
-            others = [each.step for each in islice(newest_complete(storage), LOOKED_AT)]
-    except CheckpointError as error:
-        problems = error.problems
-    job = owner and owner.job
-    seen_here = (storage.where, own, others, job, some, agreed)
-    by_rank = ranks.all_gather_or_raise(problems, seen_here)
-    raise_if(list(disagreements([asked for *_, asked in by_rank])))
-    common = set.intersection(*({Attempt(*each) for each in seen} for _, seen, *_ in by_rank))
-    if not common and step is not None:
-        complete = sorted({each for _, _, steps, *_ in by_rank for each in steps})
-        hint = f"; there is {', '.join(map(str, complete))}" if complete else ""
-        raise CheckpointError(f"{by_rank[0][0]} holds no step {step} that is complete{hint}")
-    if not common and looks > 1 and any(some for *_, some, _ in by_rank):
-        return _agreed_attempt(storage, ranks, step, agreed, looks - 1)
-    owners = frozenset(job for *_, job, _, _ in by_rank if job is not None)
-    return max(common, default=None), owners

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from xla_fsdp.checkpoint.convert.model_files import (
     Kind,
@@ -46,7 +45,13 @@ from xla_fsdp.checkpoint.files.outputs import (
     write_outputs,
 )
 from xla_fsdp.checkpoint.files.storage import Storage, is_url, open_storage, split_path
-from xla_fsdp.checkpoint.files.tensor_source import LocalFile, TensorSource, full_path, source_of
+from xla_fsdp.checkpoint.files.tensor_source import (
+    LocalFile,
+    TensorSource,
+    convert_tensors,
+    full_path,
+    source_of,
+)
 from xla_fsdp.checkpoint.format.consistency import find_marker_problems, find_problems
 from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint, full_checkpoint
 from xla_fsdp.checkpoint.format.plan import identify, make_plan
@@ -115,7 +120,11 @@ def consolidate_sharded_state_dicts(
             f"world_size {world_size}; pass one for every rank, in rank order"
         )
     shards = [
-        Shard(f"state_dict_list[{rank}]", _sources(state_dict), {**shard_metadata, "rank": rank})
+        Shard(
+            f"state_dict_list[{rank}]",
+            convert_tensors(dict(state_dict), source_of),
+            {**shard_metadata, "rank": rank},
+        )
         for rank, state_dict in enumerate(state_dict_list)
     ]
     raise_if(find_problems(shards, optimizer=False))
@@ -159,7 +168,7 @@ def consolidate_sharded_model_checkpoints(
     model = load_model(full)
     raise_if(find_damage(verifiers))
     if output is not None:
-        content = {"model": OrderedDict(_sources(model))}
+        content = {"model": convert_tensors(model, source_of)}
         write_outputs([TorchOutput(output, content)], WriteOptions(overwrite=overwrite))
     return model, output
 
@@ -335,12 +344,12 @@ def _one_per_rank(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def merge_shards(
-    shards: Sequence[Shard], *, optimizer: bool
+    shards: Sequence[Shard], *, optimizer: bool, rules: Sequence[Rule] = ()
 ) -> tuple[FullCheckpoint, list[Verifier]]:
     """Return the full checkpoint of checked shards in rank order, and verifiers of its tensors."""
     same, verifiers = verifying_shards(shards)
     plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
-    return full_checkpoint(plan, same), verifiers
+    return full_checkpoint(renamed(plan, rules), same), verifiers
 
 
 def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> FilesJob:
@@ -350,9 +359,7 @@ def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -
         CheckpointError: if names, dtypes or the kind of file do not fit the model.
     """
     save_path = full_path(save_path)
-    full, verifiers = merge_shards(shards, optimizer=options.optimizer)
-    if options.rules:
-        full = renamed(full, options.rules)
+    full, verifiers = merge_shards(shards, optimizer=options.optimizer, rules=options.rules)
     if options.only:
         full = restricted(full, options.only)
     if options.dtype is not None:
@@ -381,30 +388,7 @@ def _dcp_output(path: str, content: Mapping[str, Any], layout: Layout) -> Output
 
 def load_model(full: FullCheckpoint) -> OrderedDict[str, Any]:
     """Read the full state dict into CPU memory; tied names share one tensor."""
-    loaded: dict[int, Tensor] = {}
-
-    def load(value: Any) -> Any:
-        if not isinstance(value, TensorSource):
-            return value
-        if id(value) not in loaded:
-            loaded[id(value)] = value.load()
-        return loaded[id(value)]
-
-    return OrderedDict((name, load(value)) for name, value in full.model.items())
-
-
-def _sources(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict with sources of tensors; one tensor object becomes one source."""
-    known: dict[int, TensorSource] = {}
-
-    def source(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in known:
-            known[id(value)] = source_of(value)
-        return known[id(value)]
-
-    return {key: source(value) for key, value in state_dict.items()}
+    return OrderedDict(convert_tensors(full.model, TensorSource.load))
 
 
 def _run_of(source: str) -> str | None:

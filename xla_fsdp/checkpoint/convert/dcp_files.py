@@ -58,9 +58,9 @@ from xla_fsdp.checkpoint.files.outputs import Output
 from xla_fsdp.checkpoint.files.pickle_values import Global, Keys, Object, read_pickle
 from xla_fsdp.checkpoint.files.tensor_source import (
     LocalFile,
+    TensorBytes,
     TensorSource,
     TensorSpec,
-    bytes_of,
     convert_tensors,
     read_bytes,
     read_small_file,
@@ -460,7 +460,8 @@ class _Reader:
         return self.metadata.paths.get(entry) or tuple(entry.split(".", 1))
 
     def source(self, entry: str, tensor: _Tensor) -> TensorSource:
-        data = _Entry(self, entry, tensor)
+        make = partial(self.tensor, entry, tensor)  # which verifies what it reads
+        data = TensorBytes(tensor.spec.nbytes, make, remember=False)
         return TensorSource(tensor.spec, data, identity=(self.directory, entry))
 
     def tensor(self, entry: str, tensor: _Tensor) -> Tensor:
@@ -521,23 +522,6 @@ def _loaded(item: bytes) -> Any:
         if damaged := archive.testzip():
             raise CheckpointError(f"{damaged} has another CRC-32")
     return read_torch(io.BytesIO(item), Bytes(item))
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """The bytes of a tensor, which are verified as they are read."""
-
-    reader: _Reader
-    entry: str
-    tensor: _Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.spec.nbytes
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        data = bytes_of(self.reader.tensor(self.entry, self.tensor))
-        buffer[:] = data[start : start + len(buffer)]
 
 
 # ---------------------------------------------------------------- .metadata

@@ -34,8 +34,8 @@ from xla_fsdp.checkpoint.files.outputs import (
     TorchOutput,
 )
 from xla_fsdp.checkpoint.files.storage import exists, open_storage
-from xla_fsdp.checkpoint.files.tensor_source import TensorSource
-from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint
+from xla_fsdp.checkpoint.files.tensor_source import TensorSource, convert_tensors
+from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint, MergePlan
 from xla_fsdp.checkpoint.format.records import GroupRecord, OptimizerState, StateKind
 from xla_fsdp.checkpoint.format.shard_files import SAFETENSORS
 
@@ -284,13 +284,20 @@ def parse_rule(text: str) -> Rule:
     return Rule(old, new)
 
 
-def renamed(full: FullCheckpoint, rules: Sequence[Rule]) -> FullCheckpoint:
-    """Return the checkpoint with new names, as ``new_names``."""
-    names = new_names(full.model, rules)
-    return FullCheckpoint(
-        model={names[name]: value for name, value in full.model.items()},
-        ties={names[alias]: names[canonical] for alias, canonical in full.ties.items()},
-        optimizer=full.optimizer and _renamed_optimizer(full.optimizer, names),
+def renamed(plan: MergePlan, rules: Sequence[Rule]) -> MergePlan:
+    """Return the plan with new names, as ``new_names``."""
+    members = [member.name for entry in plan.sharded.values() for member in entry.members]
+    names = new_names([*members, *plan.unsharded.values(), *plan.ties], rules)
+    return replace(
+        plan,
+        sharded={
+            key: replace(
+                entry, members=tuple(replace(m, name=names[m.name]) for m in entry.members)
+            )
+            for key, entry in plan.sharded.items()
+        },
+        unsharded={key: names[name] for key, name in plan.unsharded.items()},
+        ties={names[alias]: names[name] for alias, name in plan.ties.items()},
     )
 
 
@@ -352,14 +359,11 @@ def in_dtype(full: FullCheckpoint, dtype: torch.dtype) -> FullCheckpoint:
 
     Tied tensors remain one object.
     """
-    known: dict[int, TensorSource] = {}  # by id of the source before the cast
 
-    def cast(value: Any) -> Any:
-        if not isinstance(value, TensorSource) or not value.dtype.is_floating_point:
-            return value
-        return known.setdefault(id(value), value.cast(dtype))
+    def cast(source: TensorSource) -> TensorSource:
+        return source.cast(dtype) if source.dtype.is_floating_point else source
 
-    return replace(full, model={name: cast(value) for name, value in full.model.items()})
+    return replace(full, model=convert_tensors(full.model, cast))
 
 
 def _new_name(name: str, rules: Sequence[Rule]) -> str:

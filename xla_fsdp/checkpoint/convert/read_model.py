@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from xla_fsdp.checkpoint.convert.model_files import CHECKSUMS
 from xla_fsdp.checkpoint.errors import CheckpointError, listed, raise_if, shown
 from xla_fsdp.checkpoint.files.checksum import is_checksum
-from xla_fsdp.checkpoint.files.copying import VerifiedTensors
+from xla_fsdp.checkpoint.files.copying import verified
 from xla_fsdp.checkpoint.files.safetensors_file import METADATA_KEY, read_header, tensor_of
 from xla_fsdp.checkpoint.files.tensor_source import (
     LocalFile,
@@ -57,7 +57,7 @@ def open_model(path: str | os.PathLike[str]) -> dict[str, TensorSource]:
         own = _of_safetensors(file) if file.endswith(SAFETENSORS) else _of_torch(file)
         if twice := tensors.keys() & own.keys():
             raise CheckpointError(f"{file}: has {min(twice)}, which another file of {where} has")
-        tensors |= VerifiedTensors(file, own, recent)
+        tensors |= verified(file, own, recent)
     return tensors
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from xla_fsdp.checkpoint.convert.model_files import Rule, new_names
+from xla_fsdp.checkpoint.convert.model_files import Rule, renamed
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     MismatchError,
@@ -35,24 +35,17 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     Zeros,
     part_of,
 )
-from xla_fsdp.checkpoint.format.full_tensors import (
-    MergePlan,
-    full_members,
-    model_shards,
-    state_shards,
-)
+from xla_fsdp.checkpoint.format.full_tensors import MergePlan, full_checkpoint
 from xla_fsdp.checkpoint.format.records import (
     UNSHARDED,
     GroupRecord,
     MemberRecord,
-    OptimizerRecord,
     OptimizerState,
     ParamRecord,
     ShardMetadata,
     StateEntry,
     StateKind,
     StateRecord,
-    state_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import Shard
 
@@ -93,20 +86,13 @@ class Selection:
         Raises:
             MismatchError: if two tensors get one name, or a rule fits none.
         """
-        members = [member.name for entry in plan.sharded.values() for member in entry.members]
         try:
-            names = new_names([*members, *plan.unsharded.values(), *plan.ties], self.rules)
+            return renamed(plan, self.rules)
         except CheckpointError as error:
             raise MismatchError(error.problems) from error
-        sharded = {
-            key: replace(
-                entry, members=tuple(replace(m, name=names[m.name]) for m in entry.members)
-            )
-            for key, entry in plan.sharded.items()
-        }
-        unsharded = {key: names[name] for key, name in plan.unsharded.items()}
-        ties = {names[alias]: names[name] for alias, name in plan.ties.items()}
-        return replace(plan, sharded=sharded, unsharded=unsharded, ties=ties)
+
+
+EVERYTHING = Selection()
 
 
 @dataclass
@@ -142,35 +128,15 @@ class SourceCheckpoint:
         self.plan = plan
         self.rank = own
         self.own = shards[own]
-        self._shards = shards
+        # Not in the original dtypes of buffers: what loads them holds them as they are saved.
+        full = full_checkpoint(replace(plan, dtypes={}), shards, own)
+        self._states = {} if full.optimizer is None else full.optimizer.states
         self.key_of: dict[str, str] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for key, entry in plan.sharded.items():
-            for member in entry.members:
-                self.key_of[member.name], self.shapes[member.name] = key, member.shape
-        for key, name in plan.unsharded.items():
-            if isinstance(value := self.own.state_dict[key], TensorSource):
-                self.key_of[name], self.shapes[name] = key, value.shape
-        # Created on access: each has as many parts as there are ranks.
-        self._full: dict[str, dict[str, TensorSource]] = {}
-        self._states: dict[str, dict[str, dict[str, TensorSource]]] = {}
-
-    def full(self, name: str) -> TensorSource:
-        """Return the global tensor saved as ``name``."""
-        key = self.key_of[name]
-        if key not in self.plan.sharded:
-            return self.own.state_dict[key]
-        if key not in self._full:
-            sources = model_shards(self._shards, key)
-            self._full[key] = dict(full_members(self.plan.sharded[key], sources))
-        return self._full[key][name]
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype in which ``name`` is saved."""
-        key = self.key_of[name]
-        entry = self.plan.sharded.get(key)
-        dtype: torch.dtype = self.own.state_dict[key].dtype if entry is None else entry.dtype
-        return dtype
+        self.tensors: dict[str, TensorSource] = {}
+        for key in (*plan.sharded, *plan.unsharded):
+            for name in plan.names_of(key):
+                if isinstance(value := full.model[name], TensorSource):
+                    self.key_of[name], self.tensors[name] = key, value
 
     def resolve(self, name: str) -> str:
         """Return the canonical name of a tied tensor, under which it is saved; else ``name``."""
@@ -197,41 +163,26 @@ class SourceCheckpoint:
 
     def full_states(self, name: str) -> dict[str, TensorSource]:
         """Return the global optimizer states of a parameter that have the parameter's shape."""
-        key = self.key_of[name]
-        if key not in self._states:
-            self._states[key] = dict(self._full_states_of_key(key))
-        return {state: by_name[name] for state, by_name in self._states[key].items()}
+        is_whole, shape = self.key_of[name] in self.plan.unsharded, self.tensors[name].shape
 
-    def _full_states_of_key(self, key: str) -> Iterator[tuple[str, dict[str, TensorSource]]]:
-        record = self.record(key)
-        for state in record.sharded if record else ():
-            sources = state_shards(self._shards, key, state)
-            yield state, dict(full_members(self.plan.sharded[key], sources))
-        if record and key in self.plan.unsharded:
-            name = self.plan.unsharded[key]
-            for state in record.whole:
-                source = self.own.optimizer[state_name(key, state)]
-                if source.shape == self.shapes[name] and source.shape not in ((), (1,)):
-                    yield state, {name: source}
+        def has_its_shape(value: Any) -> bool:
+            is_tensor = is_whole and isinstance(value, TensorSource)
+            return is_tensor and value.shape == shape and not _is_number(value.spec)
+
+        return {
+            state: entry.value
+            for state, entry in self._states.get(name, {}).items()
+            if entry.kind is StateKind.SHARD or has_its_shape(entry.value)
+        }
 
 
 def plan_read(source: SourceCheckpoint, target: LoadTarget, selection: Selection) -> ReadPlan:
-    """Return the tensors that a rank of the new job reads.
-
-    Args:
-        source: files of the old job, by names of the new one.
-        target: rank of the new job.
-        selection: of the tensors to read.
-    """
-    plan = _ModelReader(source, target, selection).read()
-    if target.groups is None:
-        return plan
-    if source.plan.optimizer is None:
-        plan.problems.append("the checkpoint holds no optimizer state; load without one")
-        return plan
-    reader = _OptimizerReader(source, target.metadata, source.plan.optimizer, plan, selection)
-    plan.optimizer = reader.read(target.groups)
-    return plan
+    """Return the tensors that a rank of the new job reads of ``source``, which has its names."""
+    reader = _Reader(source, target, selection)
+    reader.read_model()
+    if target.groups is not None:
+        reader.read_optimizer(target.groups)
+    return reader.plan
 
 
 def shard_of(
@@ -272,48 +223,53 @@ def shard_of(
     return TensorSource(TensorSpec(dtype, (layout.shard_numel,)), Joined(ranges))
 
 
-class _ModelReader:
+class _Reader:
+    """Collects a ``ReadPlan``."""
+
     def __init__(self, source: SourceCheckpoint, target: LoadTarget, selection: Selection) -> None:
-        self._source, self._target = source, target
+        self._source, self._target, self._metadata = source, target, target.metadata
         self._only, self._strict = selection.only, selection.strict
-        self._plan = ReadPlan()
+        self._records = {record.key: record for record in target.metadata.params}
+        self.plan = ReadPlan()
+        self._problems = self.plan.problems
         self._used: set[str] = set()
 
-    def read(self) -> ReadPlan:
-        source, metadata, model = self._source, self._target.metadata, self._plan.model
+    # ------------------------------------------------------------ the model
+
+    def read_model(self) -> None:
+        source, metadata, model = self._source, self._metadata, self.plan.model
         for record in metadata.params:
-            names = self._names(record.key, record.members)
+            names = self._names_of_members(record.key, record.members)
             if not names:
                 continue
-            self._plan.saved_dtypes[record.key] = set(map(source.dtype_of, names))
+            self.plan.saved_dtypes[record.key] = {source.tensors[name].dtype for name in names}
             if same := source.same_shard(record, metadata):
                 model[record.key] = source.own.state_dict[same]
                 continue
-            full = [source.full(name).cast(dtype_named(record.dtype)) for name in names]
-            at = (metadata.rank, metadata.world_size, metadata.tensor_parts)
-            model[record.key] = shard_of(record, full, *at)
+            dtype = dtype_named(record.dtype)
+            full = [source.tensors[name].cast(dtype) for name in names]
+            model[record.key] = self._shard_of(record, full)
         for name, shape in self._target.unsharded.items():
-            for found in self._names(name, (MemberRecord(name, shape),)):
-                model[name] = source.full(found)
-                self._plan.saved_dtypes[name] = {source.dtype_of(found)}
+            for found in self._names_of_members(name, (MemberRecord(name, shape),)):
+                model[name] = source.tensors[found]
+                self.plan.saved_dtypes[name] = {model[name].dtype}
         for alias, name in metadata.ties.items():
             if alias in source.key_of and name in self._used and self._only(name):
                 self._add_tie(alias, name)
         if self._strict:
-            self._plan.problems += [
+            self._problems += [
                 f"{name} is in the checkpoint, but not in the model"
                 for name in source.key_of
                 if name not in self._used and self._only(name)
             ]
-        return self._plan
 
     def _add_tie(self, alias: str, name: str) -> None:
         """Have this rank's part of two names' bytes compared: torch saves each name of a tensor."""
         self._used.add(alias)
-        first, second = self._source.full(name), self._source.full(alias)
-        rank, size = self._target.metadata.rank, self._target.metadata.world_size
+        first, second = self._source.tensors[name], self._source.tensors[alias]
+        rank, size = self._metadata.rank, self._metadata.world_size
         if first.spec != second.spec:
-            self._plan.problems.append(
+            self._problems.append(
                 f"{alias} is tied to {name} in the model, but in the checkpoint it is "
                 f"{dtype_name(second.dtype)} of shape {second.shape}, and {name} "
                 f"{dtype_name(first.dtype)} of shape {first.shape}"
@@ -321,16 +277,16 @@ class _ModelReader:
             return
         numel = math.prod(first.shape)
         low, high = numel * rank // size, numel * (rank + 1) // size
-        self._plan.ties[alias, name] = first.elements(low, high), second.elements(low, high)
+        self.plan.ties[alias, name] = first.elements(low, high), second.elements(low, high)
 
-    def _names(self, key: str, members: Sequence[MemberRecord]) -> list[str]:
+    def _names_of_members(self, key: str, members: Sequence[MemberRecord]) -> list[str]:
         """Return the names under which these parameters are saved; [] if any is missing or has
         another shape."""
         found, missing = [], []
         selected = [member.name for member in members if self._only(member.name)]
         if selected and len(selected) < len(members):
             others = listed((m.name for m in members if m.name not in selected), len(members))
-            self._plan.problems.append(
+            self._problems.append(
                 f"{selected[0]} is to be loaded, but it is a part of {key}, together with "
                 f"{others}; load all of it or nothing"
             )
@@ -338,69 +294,59 @@ class _ModelReader:
             return []
         for member in members:
             name = self._source.resolve(member.name)
-            shape = self._source.shapes.get(name)
-            if shape is None:
+            if name not in self._source.tensors:
                 missing.append(member.name)
                 continue
             self._used.add(name)
+            shape = self._source.tensors[name].shape
             if shape == member.shape:
                 found.append(name)
             else:
-                self._plan.problems.append(
+                self._problems.append(
                     f"{member.name} has shape {shape} in the checkpoint, but {member.shape} in the "
                     f"model"
                 )
         if self._strict or found:  # a flat parameter must be loaded completely or not at all
             part = f" (a part of {key})" if len(members) > 1 else ""
-            self._plan.problems += [
+            self._problems += [
                 f"{name}{part} is in the model, but not in the checkpoint" for name in missing
             ]
         return found if len(found) == len(members) else []
 
+    # ------------------------------------------------------------ the optimizer
 
-class _OptimizerReader:
-    def __init__(
-        self,
-        source: SourceCheckpoint,
-        metadata: ShardMetadata,
-        old: OptimizerRecord,
-        plan: ReadPlan,
-        selection: Selection,
-    ) -> None:
-        self._source, self._metadata = source, metadata
-        self._only, self._strict = selection.only, selection.strict
-        self._records = {record.key: record for record in metadata.params}
-        self._plan = plan
-        self._problems = plan.problems
-        self._old_groups = old.groups
-        self._group_of = {
+    def read_optimizer(self, target_groups: Sequence[Sequence[str]]) -> None:
+        old = self._source.plan.optimizer
+        if old is None:
+            self._problems.append("the checkpoint holds no optimizer state; load without one")
+            return
+        group_of = {
             name: index
-            for index, group in enumerate(self._old_groups)
+            for index, group in enumerate(old.groups)
             for key in group.params
-            for name in source.plan.names_of(key)
+            for name in self._source.plan.names_of(key)
         }
-
-    def read(self, target_groups: Sequence[Sequence[str]]) -> OptimizerState:
         used: set[str] = set()
         groups: list[GroupRecord] = []
         states: dict[str, dict[str, StateEntry]] = {}
         for index, keys in enumerate(target_groups):
             names = [name for key in keys for name in self._names(key)]
             used.update(names)
-            groups.append(GroupRecord(tuple(keys), self._options(index, names)))
+            options = self._options(index, names, group_of, old.groups)
+            groups.append(GroupRecord(tuple(keys), options))
             for key in keys:
-                if key in self._plan.model:  # otherwise reported already, or ignored if not strict
+                if key in self.plan.model:  # otherwise reported already, or ignored if not strict
                     states |= self._states(key)
         if self._strict:
             self._problems += [
                 f"the checkpoint has optimizer state of {name}, which is in no group of the "
                 f"optimizer"
-                for name in self._group_of
+                for name in group_of
                 if name not in used
                 and self._only(name)
                 and self._source.record(self._source.key_of[name])
             ]
-        return OptimizerState(tuple(groups), states)
+        self.plan.optimizer = OptimizerState(tuple(groups), states)
 
     def _names(self, key: str) -> list[str]:
         """Return the names under which the parameters of a target's key are saved."""
@@ -408,22 +354,29 @@ class _OptimizerReader:
         members = [member.name for member in record.members] if record else [key]
         return [self._source.resolve(name) for name in members]
 
-    def _options(self, index: int, names: Sequence[str]) -> dict[str, Any]:
+    def _options(
+        self,
+        index: int,
+        names: Sequence[str],
+        group_of: Mapping[str, int],
+        old: Sequence[GroupRecord],
+    ) -> dict[str, Any]:
         """Return the hyperparameters that all parameters of a new group had; report if they
         differed."""
+        if not names:  # a group without parameters, which its place tells
+            return old[index].options if index < len(old) and not old[index].params else {}
+        wanted = [name for name in names if self._only(name)]
         if self._strict:
             self._problems += [
                 f"{name} is in group {index} of the optimizer, but in none of the checkpoint's"
-                for name in names
-                if name not in self._group_of and self._only(name)
+                for name in wanted
+                if name not in group_of
             ]
         by_group: dict[int, str] = {}
-        for name in names:
-            if name in self._group_of and self._only(name):
-                by_group.setdefault(self._group_of[name], name)
-        found = [self._old_groups[each].options for each in by_group]
-        if not found:
-            return self._options_of_empty(index) if not names else {}
+        for name in wanted:
+            if name in group_of:
+                by_group.setdefault(group_of[name], name)
+        found = [old[each].options for each in by_group]
         if any(options != found[0] for options in found):
             self._problems.append(
                 f"group {index} of the optimizer joins parameters of several groups of the "
@@ -431,35 +384,36 @@ class _OptimizerReader:
                 f"{listed(by_group.values(), len(by_group), 5)}. Create the "
                 f"optimizer with the same groups (flatten_parameters joins parameters, too)"
             )
-        return found[0]
-
-    def _options_of_empty(self, index: int) -> dict[str, Any]:
-        """Return the hyperparameters of a group without parameters, which its place tells."""
-        empty = index < len(self._old_groups) and not self._old_groups[index].params
-        return self._old_groups[index].options if empty else {}
+        return found[0] if found else {}
 
     def _states(self, key: str) -> dict[str, dict[str, StateEntry]]:
         """Return ``{key: its states}``; {} if none are saved."""
-        names = self._names(key)
-        old_keys = list(dict.fromkeys(self._source.key_of[name] for name in names))
-        if not any(self._source.record(old) for old in old_keys):
+        names, source = self._names(key), self._source
+        records = {
+            old: record
+            for old in dict.fromkeys(source.key_of[name] for name in names)
+            if (record := source.record(old)) is not None
+        }
+        if not records:
             return {}
-        states = dict(self._sharded_states(key, names))
-        for old in old_keys:
-            for state, entry in self._other_states(key, old):
+        if (same := self._same(key, names)) is not None:
+            return {key: source.own.states(same, records[same])}
+        states = dict(self._states_cut_anew(key, names))
+        for old, record in records.items():
+            for state, entry in self._other_states(old, record):
                 self._add_common(key, state, entry, states)
         return {key: states}
 
-    def _sharded_states(self, key: str, names: Sequence[str]) -> Iterator[tuple[str, StateEntry]]:
-        record, source = self._records.get(key), self._source
-        old = None if record is None else source.same_shard(record, self._metadata)
-        state_record = None if old is None else source.record(old)
-        if old is not None and state_record is not None:
-            for state in state_record.sharded:
-                same = source.own.optimizer[state_name(old, state)]
-                yield state, StateEntry(StateKind.SHARD, same)
-            return
-        full = [source.full_states(name) for name in names]
+    def _same(self, key: str, names: Sequence[str]) -> str | None:
+        """Return the key in the checkpoint of what this rank takes as it is, if there is one."""
+        if (record := self._records.get(key)) is not None:
+            return self._source.same_shard(record, self._metadata)
+        old = self._source.key_of[names[0]]
+        return old if old in self._source.plan.unsharded else None
+
+    def _states_cut_anew(self, key: str, names: Sequence[str]) -> Iterator[tuple[str, StateEntry]]:
+        record = self._records.get(key)
+        full = [self._source.full_states(name) for name in names]
         for state in dict.fromkeys(state for states in full for state in states):
             # Parameters without state that are now flattened with others get zeros: the state that
             # gradients of zero would have left.
@@ -477,11 +431,8 @@ class _OptimizerReader:
         own = self._metadata
         return shard_of(record, sources, own.rank, own.world_size, own.tensor_parts)
 
-    def _other_states(self, key: str, old: str) -> Iterator[tuple[str, StateEntry]]:
+    def _other_states(self, old: str, record: StateRecord) -> Iterator[tuple[str, StateEntry]]:
         """Yield the states of an old key that do not have its parameter's shape."""
-        record = self._source.record(old)
-        if record is None:
-            return
         of_same_shape = self._source.full_states(self._source.plan.names_of(old)[0])
         for state, entry in self._source.own.states(old, record).items():
             if state in of_same_shape:
@@ -490,7 +441,6 @@ class _OptimizerReader:
                 entry.kind is StateKind.VALUE
                 or _is_number(entry.value.spec)
                 or state.startswith(UNSHARDED)
-                or self._has_same_shard(key, old)
             ):
                 yield state, entry
             else:
@@ -500,12 +450,6 @@ class _OptimizerReader:
                     f"wrapping and the {self._source.plan.world_size} ranks that it was saved "
                     f"with, or load without optimizer"
                 )
-
-    def _has_same_shard(self, key: str, old: str) -> bool:
-        record = self._records.get(key)
-        if record is None:
-            return old in self._source.plan.unsharded
-        return self._source.same_shard(record, self._metadata) == old
 
     def _add_common(
         self, key: str, state: str, new: StateEntry, states: dict[str, StateEntry]

@@ -13,28 +13,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
+from pathlib import Path
 from typing import Any
 
-from xla_fsdp.checkpoint.convert.reshard import shard_of
+from xla_fsdp.checkpoint.convert.reshard import (
+    EVERYTHING,
+    LoadTarget,
+    SourceCheckpoint,
+    plan_read,
+)
 from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, raise_if
 from xla_fsdp.checkpoint.files.checksum import digest
-from xla_fsdp.checkpoint.files.copying import CopyTask
 from xla_fsdp.checkpoint.files.outputs import (
     BlockCrcs,
+    BytesOutput,
     Checksums,
     FilesJob,
-    Output,
     SafetensorsOutput,
 )
 from xla_fsdp.checkpoint.files.safetensors_file import shard_file_metadata
 from xla_fsdp.checkpoint.files.storage import is_url, split_path
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource, full_path
-from xla_fsdp.checkpoint.format.full_tensors import (
-    MergePlan,
-    full_members,
-    model_shards,
-    state_shards,
-)
+from xla_fsdp.checkpoint.format.full_tensors import MergePlan
 from xla_fsdp.checkpoint.format.plan import make_plan
 from xla_fsdp.checkpoint.format.records import (
     FORMAT,
@@ -43,6 +43,7 @@ from xla_fsdp.checkpoint.format.records import (
     Marker,
     ParamRecord,
     ShardMetadata,
+    StateKind,
     model_name,
     rank_file_name,
     state_name,
@@ -55,25 +56,6 @@ from xla_fsdp.checkpoint.format.shard_files import (
 )
 from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, job_token
 from xla_fsdp.distributed.shard_layout import LANES, shard_multiple
-
-
-@dataclass(frozen=True)
-class _Content:
-    """The unsharded content of the old files.
-
-    Args:
-        metadata: of rank 0, in our format and for the new number of ranks.
-        model: global tensor of every sharded parameter, by name.
-        states: global tensors of sharded optimizer states: by (key, state), then by parameter name.
-        unsharded: all other tensors, by their names in a file.
-        notes: further metadata in the header of rank 0's file.
-    """
-
-    metadata: ShardMetadata
-    model: dict[str, TensorSource]
-    states: dict[tuple[str, str], dict[str, TensorSource]]
-    unsharded: dict[str, TensorSource]
-    notes: Mapping[str, str]
 
 
 def plan_reshard(
@@ -103,45 +85,42 @@ def plan_reshard(
     if not 0 <= step <= 10**15:
         raise CheckpointError(f"--step {step} must be from 0 to 10^15")
     same, verifiers = verifying_shards(shards)
-    plan = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer)
-    content = _content(plan, same, world_size)
-    job = job_token()
-    content = replace(content, metadata=replace(content.metadata, step=step, job=job))
-    folder = os.path.join(directory, Attempt(step).folder)
-    files = [_rank_output(content, folder, rank, world_size) for rank in range(world_size)]
+    plan, first = make_plan(same[0].metadata, same[0].state_dict, optimizer=optimizer), same[0]
+    raise_if(
+        [
+            f"{name} is a {type(first.state_dict[key]).__name__}, no tensor: such files cannot "
+            f"hold it"
+            for key, name in plan.unsharded.items()
+            if not isinstance(first.state_dict[key], TensorSource)
+        ]
+    )
+    job, folder = job_token(), os.path.join(directory, Attempt(step).folder)
+    metadata = replace(_metadata_of(plan, first.metadata), step=step, job=job)
+    params = tuple(_for_ranks(record, world_size) for record in metadata.params)
+    metadata = replace(metadata, params=params, world_size=world_size)
+    source = SourceCheckpoint(plan, same, 0)
+    files = [
+        _rank_output(source, replace(metadata, rank=rank), folder) for rank in range(world_size)
+    ]
     marker = Marker(step, world_size, {}, job)
-    outputs = [*files, MarkerOutput(os.path.join(folder, MARKER), files, marker)]
+    path = os.path.join(folder, MARKER)
+    outputs = [*files, MarkerOutput(path, marker.to_bytes(), files, marker)]
     sources = [shard.source for shard in shards]
     told = f"{world_size} ranks"
     return FilesJob(outputs, verifiers, make_directories=True, sources=sources, content=told)
 
 
 @dataclass(frozen=True)
-class MarkerOutput(Output):
-    """The marker of a step, which lists the files of all ranks.
+class MarkerOutput(BytesOutput):
+    """The marker of a step, which lists the files of all ranks once they are written."""
 
-    Args:
-        path: of the marker.
-        files: of the ranks.
-        marker: without files.
-    """
-
-    path: str
     files: Sequence[SafetensorsOutput]
     marker: Marker
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.marker.to_bytes())
-
-    def begin(self, temporary: str) -> list[CopyTask]:
-        return []
 
     def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:
         headers = {os.path.basename(file.path): file.final_header(crcs) for file in self.files}
         files = {n: FileRecord(h.file_size, digest(h.to_bytes())) for n, h in headers.items()}
-        with open(temporary, "wb") as file:
-            file.write(replace(self.marker, files=files).to_bytes())
+        Path(temporary).write_bytes(replace(self.marker, files=files).to_bytes())
 
 
 def step_of(shard: Shard) -> int:
@@ -153,66 +132,44 @@ def step_of(shard: Shard) -> int:
     return read_marker_file(folder).step
 
 
-def _rank_output(content: _Content, folder: str, rank: int, world_size: int) -> SafetensorsOutput:
-    metadata = replace(content.metadata, rank=rank, world_size=world_size)
+def _rank_output(
+    source: SourceCheckpoint, metadata: ShardMetadata, folder: str
+) -> SafetensorsOutput:
+    """Return the file of a rank, of what this rank would load."""
+    unsharded = {name: source.tensors[name].shape for name in source.plan.unsharded.values()}
+    groups = None if metadata.optimizer is None else [g.params for g in metadata.optimizer.groups]
+    plan = plan_read(source, LoadTarget(metadata, unsharded, groups), EVERYTHING)
+    raise_if(plan.problems)
+    records = {record.key: record for record in metadata.params}
+    ranks = metadata.world_size
+    tensors = {
+        model_name(key): _in_rows(records.get(key), tensor, ranks)
+        for key, tensor in plan.model.items()
+    }
+    for key, states in (plan.optimizer.states if plan.optimizer else {}).items():
+        for state, entry in states.items():
+            if entry.kind is not StateKind.VALUE:
+                record = records[key] if entry.kind is StateKind.SHARD else None
+                tensors[state_name(key, state)] = _in_rows(record, entry.value, ranks)
     return SafetensorsOutput(
-        path=os.path.join(folder, rank_file_name(rank, world_size, "safetensors")),
-        tensors={**dict(_shards(content, rank, world_size)), **content.unsharded},
-        metadata=partial(_header_metadata, metadata, content.notes),
+        path=os.path.join(folder, rank_file_name(metadata.rank, ranks, "safetensors")),
+        tensors={**tensors, **source.own.others},
+        metadata=partial(_header_metadata, metadata, source.own.notes),
     )
+
+
+def _in_rows(record: ParamRecord | None, shard: TensorSource, ranks: int) -> TensorSource:
+    """Return a shard, which is a vector, in the shape of its record; other tensors as they are."""
+    if record is None or not record.by_rows:
+        return shard
+    count = record.layout(ranks).shard_numel // record.multiple
+    return replace(shard, spec=replace(shard.spec, shape=(count, *record.members[0].shape[1:])))
 
 
 def _header_metadata(
     metadata: ShardMetadata, notes: Mapping[str, str], checksums: Checksums
 ) -> dict[str, str]:
     return shard_file_metadata(replace(metadata, fingerprints=dict(checksums)), notes)
-
-
-def _content(plan: MergePlan, shards: Sequence[Shard], world_size: int) -> _Content:
-    first = shards[0]
-    raise_if(
-        [
-            f"{name} is a {type(first.state_dict[key]).__name__}, no tensor: such files cannot "
-            f"hold it"
-            for key, name in plan.unsharded.items()
-            if not isinstance(first.state_dict[key], TensorSource)
-        ]
-    )
-    metadata = _metadata_of(plan, first.metadata)
-    params = tuple(_for_ranks(record, world_size) for record in metadata.params)
-    metadata = replace(metadata, params=params)
-    model: dict[str, TensorSource] = {}
-    for key, entry in plan.sharded.items():
-        model.update(full_members(entry, model_shards(shards, key)))
-    unsharded = {model_name(name): first.state_dict[key] for key, name in plan.unsharded.items()}
-    states: dict[tuple[str, str], dict[str, TensorSource]] = {}
-    for key, record in (metadata.optimizer.states if metadata.optimizer else {}).items():
-        for state in record.sharded:
-            sources = state_shards(shards, key, state)
-            states[key, state] = dict(full_members(plan.sharded[key], sources))
-        names = [state_name(key, state) for state in record.whole]
-        unsharded |= {name: first.optimizer[name] for name in names}
-    return _Content(metadata, model, states, {**unsharded, **first.others}, first.notes)
-
-
-def _shards(content: _Content, rank: int, world_size: int) -> Iterator[tuple[str, TensorSource]]:
-    """Yield the name in the file and the shard of every sharded tensor of a rank."""
-    records = {record.key: record for record in content.metadata.params}
-    for key, record in records.items():
-        yield model_name(key), _shard_of(record, content.model, rank, world_size)
-    for (key, state), full in content.states.items():
-        yield state_name(key, state), _shard_of(records[key], full, rank, world_size)
-
-
-def _shard_of(
-    record: ParamRecord, full: Mapping[str, TensorSource], rank: int, world_size: int
-) -> TensorSource:
-    vector = shard_of(record, [full[member.name] for member in record.members], rank, world_size)
-    if not record.by_rows:
-        return vector
-    row = record.members[0].shape[1:]
-    rows = record.layout(world_size).shard_numel // record.multiple
-    return replace(vector, spec=replace(vector.spec, shape=(rows, *row)))
 
 
 # ---------------------------------------------------------------- metadata

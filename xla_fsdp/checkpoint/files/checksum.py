@@ -42,23 +42,15 @@ def crcs_in(text: str) -> list[int]:
     return [int(digits[i : i + _DIGITS], 16) for i in range(0, len(digits), _DIGITS)]
 
 
-# The checksum of no bytes.
-EMPTY = written()
-
-
 def room_for(nbytes: int) -> str:
     """Return a text as long as the checksum of so many bytes, to reserve room in a header."""
     return written(*[0] * -(-nbytes // BLOCK))
 
 
-def block_crcs(data: bytes | bytearray | memoryview) -> list[int]:
-    """Return the CRC-32 of each block."""
-    view = memoryview(data)
-    return [zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)]
-
-
 def checksum(data: bytes | bytearray | memoryview) -> str:
-    return written(*block_crcs(data))
+    """Return the checksum of a tensor's bytes."""
+    view = memoryview(data)
+    return written(*(zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)))
 
 
 def whole(crcs: Sequence[int], nbytes: int) -> int:

@@ -11,7 +11,7 @@ import struct
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -22,11 +22,13 @@ from xla_fsdp.checkpoint.files.checksum import BLOCK, combine, crcs_in, whole, w
 from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
     Joined,
+    LazyMapping,
     Part,
     RecentBlocks,
     TensorSource,
     pieces,
     read_bytes,
+    read_chunks,
 )
 
 # Bytes: larger chunks are not faster, smaller ones cost more Python calls. A multiple of ``BLOCK``
@@ -161,12 +163,7 @@ def read_with_crc(source: ByteSource, start: int, buffer: memoryview) -> int:
 
 
 def write_crcs(tasks: Sequence[CopyTask], crcs: Sequence[Sequence[int]]) -> None:
-    """Write the CRC-32s of tensors into the fields that are theirs.
-
-    Args:
-        tasks: that were copied.
-        crcs: of each block of each tensor.
-    """
+    """Write the CRC-32s of copied tensors, from those of their blocks, into the fields for them."""
     for path, own in groupby(zip(tasks, crcs, strict=True), lambda each: each[0].path):
         with failing(path), open(path, "r+b") as file:
             for task, blocks in own:
@@ -240,8 +237,8 @@ class ChecksumVerifier:
 
     def _crc_of(self, start: int, stop: int) -> int:
         crc = 0
-        for at in range(start, stop, CHUNK):
-            crc = zlib.crc32(read_bytes(self._source.data, at, min(CHUNK, stop - at)), crc)
+        for chunk in read_chunks(Part(self._source.data, start, stop - start)):
+            crc = zlib.crc32(chunk, crc)
         return crc
 
 
@@ -324,55 +321,34 @@ class VerifiedBytes:
                 )
 
 
-class VerifiedTensors(Mapping[str, Any]):
-    """The same tensors; reading what is damaged raises ``CheckpointError``.
+def verified(name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> Mapping[str, Any]:
+    """Return the same tensors of the file ``name``, and values; reading what is damaged raises
+    ``CheckpointError``."""
 
-    Args:
-        name: of their file, for messages.
-        tensors: by name; other values stay as they are.
-        recent: as for ``VerifiedBytes``.
-    """
-
-    def __init__(self, name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> None:
-        self._name, self._tensors, self._recent = name, tensors, recent
-
-    def __getitem__(self, key: str) -> Any:
-        value = self._tensors[key]
+    def make(key: str) -> Any:
+        value = tensors[key]
         if not isinstance(value, TensorSource) or value.checksum is None or not value.spec.nbytes:
             return value
-        return replace(value, data=VerifiedBytes(f"{self._name}: {key}", value, self._recent))
+        return replace(value, data=VerifiedBytes(f"{name}: {key}", value, recent))
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    return LazyMapping({key: key for key in tensors}, make)
 
 
 def verifying(
-    name: str, tensors: Mapping[str, TensorSource]
-) -> tuple[dict[str, TensorSource], list[ChecksumVerifier]]:
-    """Return the same tensors, reading through verifiers where they have a checksum.
-
-    Args:
-        name: of their file, for messages.
-        tensors: by name.
-    """
+    name: str, tensors: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[ChecksumVerifier]]:
+    """Return the same tensors of the file ``name``, and values, reading through verifiers where
+    they have a checksum."""
     verifiers, same = [], {}
-    for key, tensor in tensors.items():
-        if tensor.checksum is not None and tensor.spec.nbytes:
-            verifier = ChecksumVerifier(f"{name}: {key}", tensor)
+    for key, value in tensors.items():
+        if isinstance(value, TensorSource) and value.checksum is not None and value.spec.nbytes:
+            verifier = ChecksumVerifier(f"{name}: {key}", value)
             verifiers.append(verifier)
-            tensor = replace(tensor, data=verifier)
-        same[key] = tensor
+            value = replace(value, data=verifier)
+        same[key] = value
     return same, verifiers
 
 
 def find_damage(verifiers: Iterable[Verifier], *, unread: bool = False) -> list[str]:
-    """Return one line for every damaged tensor.
-
-    Args:
-        verifiers: from ``verifying``.
-        unread: whether to check tensors too of which nothing was read.
-    """
+    """Return the problems of all verifiers, each once."""
     return list(dict.fromkeys(p for each in verifiers for p in each.problems(unread=unread)))

@@ -152,9 +152,9 @@ class TorchOutput(Output):
 
     @property
     def nbytes(self) -> int:
-        sources: dict[int, TensorSource] = {}
-        convert_tensors(self.content, lambda source: sources.setdefault(id(source), source))
-        return sum(source.spec.nbytes for source in sources.values())
+        sources: list[TensorSource] = []
+        convert_tensors(self.content, sources.append)
+        return sum(source.spec.nbytes for source in sources)
 
     def begin(self, temporary: str) -> list[CopyTask]:
         return write_skeleton(self.content, temporary)

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from threading import Semaphore
 from typing import Any
 
@@ -383,17 +383,15 @@ class RemoteStorage:
             self._patience.repeat(lambda: self._fs.pipe_file(path, first))
             return
         running: deque[Future[None]] = deque()
-        for number, part in enumerate(_chained(first, second, parts)):
+        for number, part in enumerate(chain((first, second), parts)):
             written.append(f"{hidden}.{number:05d}")
             if len(running) == TOGETHER:
                 running.popleft().result()
-            running.append(pool.submit(self._write_part, written[-1], part))
-            del part  # or it would be in memory until the next one is complete
+            write = partial(self._fs.pipe_file, written[-1], part)
+            running.append(pool.submit(self._patience.repeat, write))
+            del part, write  # or it would be in memory until the next one is complete
         for each in running:
             each.result()
-
-    def _write_part(self, path: str, data: bytes) -> None:
-        self._patience.repeat(lambda: self._fs.pipe_file(path, data))
 
     def _join(self, path: str, hidden: str, written: list[str]) -> None:
         """Join the parts, ``COMPOSED`` at a time."""
@@ -446,12 +444,6 @@ def _parts(chunks: Iterable[Buffer]) -> Iterator[bytes]:
                 part = bytearray()
     if part:
         yield bytes(part)
-
-
-def _chained(first: bytes, second: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield second
-    yield from rest
 
 
 class RemoteFile:

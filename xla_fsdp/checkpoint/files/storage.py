@@ -30,11 +30,10 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
     LocalFile,
     full_path,
-    read_bytes,
+    read_chunks,
     read_small_file,
+    same_bytes,
 )
-
-UPLOADED = 1 << 25  # bytes of an upload that are in memory at a time
 
 SPECIAL = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 ABSENT = (FileNotFoundError, NotADirectoryError)  # there is no such folder
@@ -69,12 +68,7 @@ class Storage(Protocol):
         """Read a small file; None if it does not exist."""
 
     def source(self, name: str, nbytes: int | None = None) -> ByteSource:
-        """Return a source that reads ranges of a file.
-
-        Args:
-            name: of the file.
-            nbytes: its size, from ``sizes``; None to ask for it.
-        """
+        """Return a source that reads ranges of a file; its size is asked for, unless given."""
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write a file, and create the folders that it needs."""
@@ -464,14 +458,12 @@ def upload(path: str, url: str, *, verify: bool) -> None:
         return
     folder, name = split_path(url)
     storage, file = open_storage(folder), LocalFile(path)
-    chunks = [(at, min(UPLOADED, file.nbytes - at)) for at in range(0, file.nbytes, UPLOADED)]
-    storage.write(name, (read_bytes(file, *chunk) for chunk in chunks))
+    storage.write(name, read_chunks(file))
     there = storage.source(name)
     if there.nbytes != file.nbytes:
         raise CheckpointError(f"{url}: has {there.nbytes} bytes, but {file.nbytes} were written")
-    for chunk in chunks if verify else ():
-        if read_bytes(there, *chunk) != read_bytes(file, *chunk):
-            raise CheckpointError(f"{url}: bytes from {chunk[0]} on are not what was written there")
+    if verify and not same_bytes(there, file):
+        raise CheckpointError(f"{url}: has other bytes than were written")
 
 
 def fetch(url: str, folder: str) -> str:
@@ -479,8 +471,7 @@ def fetch(url: str, folder: str) -> str:
     above, name = split_path(url)
     source, path = open_storage(above).source(name), os.path.join(folder, name)
     with failing(path), open(path, "wb") as file:
-        for at in range(0, source.nbytes, UPLOADED):
-            file.write(read_bytes(source, at, min(UPLOADED, source.nbytes - at)))
+        file.writelines(read_chunks(source))
     return path
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xla_fsdp.checkpoint.errors import CheckpointError, deleted_meanwhile
+from xla_fsdp.checkpoint.errors import CheckpointError, T, deleted_meanwhile
 from xla_fsdp.checkpoint.format.records import MemberRecord
 
 SMALL = 1 << 27  # bytes at most of a file that describes others, as of a step of 100,000 ranks
@@ -162,14 +162,18 @@ def read_bytes(source: ByteSource, start: int, length: int) -> bytes:
     return bytes(buffer)
 
 
-COMPARED = 1 << 24  # bytes read at a time to compare two sources
+READ = 1 << 25  # bytes of a source that are in memory at a time
+
+
+def read_chunks(source: ByteSource) -> Iterator[bytes]:
+    """Yield all bytes of a source, ``READ`` at a time."""
+    for at in range(0, source.nbytes, READ):
+        yield read_bytes(source, at, min(READ, source.nbytes - at))
 
 
 def same_bytes(first: ByteSource, second: ByteSource) -> bool:
     """Return whether two sources of one length have equal bytes; a NaN equals itself."""
-    size = first.nbytes
-    chunks = [(start, min(COMPARED, size - start)) for start in range(0, size, COMPARED)]
-    return all(read_bytes(first, *chunk) == read_bytes(second, *chunk) for chunk in chunks)
+    return all(a == b for a, b in zip(read_chunks(first), read_chunks(second), strict=True))
 
 
 def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:
@@ -177,17 +181,63 @@ def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:
 
     Args:
         content: nested containers.
-        convert: called with every tensor or ``TensorSource``; returns its replacement.
+        convert: called once with every tensor or ``TensorSource``, however often it is there;
+            returns its replacement.
     """
-    if isinstance(content, Tensor | TensorSource):
-        return convert(content)
-    if type(content) in (list, tuple):
-        return type(content)(convert_tensors(each, convert) for each in content)
-    if not isinstance(content, Mapping):
-        return content
-    made: Any = type(content)()
-    made.update((key, convert_tensors(each, convert)) for key, each in content.items())
-    return made
+    converted: dict[int, Any] = {}  # by id, so that tied names stay tied
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Tensor | TensorSource):
+            if id(value) not in converted:
+                converted[id(value)] = convert(value)
+            return converted[id(value)]
+        if type(value) in (list, tuple):
+            return type(value)(map(walk, value))
+        if not isinstance(value, Mapping):
+            return value
+        made: Any = type(value)()
+        made.update((key, walk(each)) for key, each in value.items())
+        return made
+
+    return walk(content)
+
+
+class LazyMapping(Mapping[str, Any]):
+    """Values by key, each made when it is asked for.
+
+    Args:
+        of: what they are made of, by key.
+        make: returns a value, given what it is made of.
+    """
+
+    def __init__(self, of: Mapping[str, T], make: Callable[[T], Any]) -> None:
+        self._of, self._make = of, make
+
+    def __getitem__(self, key: str) -> Any:
+        return self._make(self._of[key])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
+class LazySequence(Sequence[Any]):
+    """The same in an order."""
+
+    def __init__(self, of: Sequence[T], make: Callable[[T], Any]) -> None:
+        self._of, self._make = of, make
+
+    def __getitem__(self, index: Any) -> Any:
+        found: Any = self._of[index]
+        return LazySequence(found, self._make) if isinstance(index, slice) else self._make(found)
+
+    def __len__(self) -> int:
+        return len(self._of)
 
 
 # ---------------------------------------------------------------- sources of bytes
@@ -358,30 +408,19 @@ class Joined:
 
 
 class JoinedShards(Joined):
-    """Bytes ``start`` to ``stop`` of tensors of one length, one after the other.
+    """Tensors of ``width`` bytes each, one after the other; each is asked for when it is read."""
 
-    Args:
-        shards: of which those that are read are asked for, each time.
-        width: bytes of each.
-        start: first byte of all of them.
-        stop: byte after the last one.
-    """
-
-    def __init__(self, shards: Sequence[TensorSource], width: int, start: int, stop: int) -> None:
-        self._shards, self._width, self._start = shards, width, start
-        self.nbytes = stop - start
+    def __init__(self, shards: Sequence[TensorSource], width: int) -> None:
+        self._shards, self._width = shards, width
+        self.nbytes = width * len(shards)
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
         """As of ``Joined``."""
-        at, end = self._start + start, self._start + stop
-        while at < end:
-            shard = at // self._width
-            last = min((shard + 1) * self._width, self._start + self.nbytes)
-            first = max(shard * self._width, self._start)
-            whole = self._shards[shard].data
-            part = Part(whole, first - shard * self._width, last - first)
-            yield part, at - self._start, last - self._start
-            at = last
+        while start < stop:
+            shard = start // self._width
+            end = (shard + 1) * self._width
+            yield self._shards[shard].data, start, end
+            start = end
 
 
 class Cast:
@@ -520,14 +559,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(start: int, buffer: memoryview, row: int, most: int) -> Iterator[_Block]:
-    """Divide a read into blocks of complete rows.
-
-    Args:
-        start: offset of the first byte to read.
-        buffer: to fill.
-        row: number of bytes of a row.
-        most: greatest number of rows in a block; less than 1 means 1.
-    """
+    """Divide a read into blocks of at most ``most`` complete rows, or one, of ``row`` bytes."""
     at, stop = start, start + len(buffer)
     while at < stop:
         first = at // row

@@ -54,7 +54,6 @@ from xla_fsdp.checkpoint.files.tensor_source import (
 ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
-_CENTRAL_MAGIC = b"PK\x01\x02"
 
 UNREADABLE = "truncated, or not a file written by torch.save or xm.save"
 ADVICE = ". Save only tensors, numbers, strings, lists and dicts (vars(args) in place of args)."
@@ -62,18 +61,7 @@ MAX_WRAPPED = 8  # of a parameter in a subclass in ...
 
 _STORAGE = re.compile(r"torch\.(?:\w+\.)*(\w*Storage)")
 _STORAGES = {
-    "BFloat16Storage": torch.bfloat16,
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "ShortStorage": torch.int16,
+    **{name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()},
     "UntypedStorage": torch.uint8,
 }
 
@@ -228,6 +216,17 @@ def _data_start(file: Any, info: zipfile.ZipInfo) -> int:
     return info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
 
 
+def _crc_fields(archive: zipfile.ZipFile) -> list[int]:
+    """Return the offset of the CRC-32 of each record in the central directory."""
+    # By section 4.3 of https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+    fields, at = [], archive.start_dir
+    for info in archive.infolist():
+        fields.append(at + 16)
+        name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+        at += 46 + len(name) + len(info.extra) + len(info.comment)
+    return fields
+
+
 def _content(
     archive: zipfile.ZipFile, source: ByteSource, records: Mapping[str, Record], name: str
 ) -> bytes:
@@ -254,9 +253,9 @@ class Archive:
             infos, self._directory = archive.infolist(), archive.start_dir
             file: Any = archive.fp
             self.starts = [_data_start(file, info) for info in infos]
+            fields = np.array(_crc_fields(archive))
         self._file = np.fromfile(path, np.uint8)
-        self._headers = np.array([info.header_offset for info in infos])[:, None]
-        self._crcs = self._crc_fields(len(infos))
+        self._crcs = fields[:, None] + np.arange(4)  # the places of their bytes
         self._pickle = next(
             index for index, info in enumerate(infos) if info.filename.endswith("/data.pkl")
         )
@@ -270,31 +269,16 @@ class Archive:
         if os.path.getsize(path) != len(self._file):
             return None
         file = np.fromfile(path, np.uint8)
-        if len(file) != len(self._file):
-            return None
-        lengths = self._headers + np.arange(_LOCAL_HEADER.size)[26:]
-        magic = self._headers + np.arange(len(ZIP_MAGIC))
-        for places in (lengths, magic):
-            if not np.array_equal(file[places], self._file[places]):
-                return None
-        crcs = self.crcs(file)
-        found = self._pickle_of(file)
-        sound = crcs[self._pickle] in (0, zlib.crc32(found))
-        same = sound and self._without_crcs(file) == self._rest
-        return (crcs, found) if same else None
+        crcs, found = self.crcs(file), self._pickle_of(file)
+        # An equal directory has the records at the same offsets, one after the other.
+        same = self._without_crcs(file) == self._rest
+        sound = same and crcs[self._pickle] in (0, zlib.crc32(found))
+        return (crcs, found) if sound else None
 
     def crcs(self, file: np.ndarray | None = None) -> np.ndarray:
         """Return the CRC-32 of each record, in the order of ``starts``."""
         fields = (self._file if file is None else file)[self._crcs]
         return np.ascontiguousarray(fields).view("<u4")[:, 0]
-
-    def _crc_fields(self, count: int) -> np.ndarray:
-        """Return the places of the bytes of each CRC-32 in the central directory."""
-        places, at = [], self._directory
-        for _ in range(count):
-            places.append(at + 16)
-            at += 46 + sum(struct.unpack("<HHH", self._file[at + 28 : at + 34].tobytes()))
-        return np.array(places)[:, None] + np.arange(4)
 
     def _pickle_of(self, file: np.ndarray) -> bytes:
         start = self.starts[self._pickle]
@@ -591,22 +575,16 @@ def _crc_places(
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name of every record, and the offsets of its CRC-32: in the central directory, and
     after the record (after an empty one, there is none)."""
-    # Of the fields "crc-32", by section 4.3 of
-    # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
     file: Any = archive.fp
-    at = archive.start_dir
-    for info in archive.infolist():
+    for info, field in zip(archive.infolist(), _crc_fields(archive), strict=True):
         end = records[info.filename].start + info.file_size
-        for place, magic in ((end, _DESCRIPTOR_MAGIC), (at, _CENTRAL_MAGIC)):
-            file.seek(place)
-            if info.file_size and (found := file.read(4)) != magic:
-                raise RuntimeError(
-                    f"torch.save wrote {found!r} where {magic!r} was expected: it lays files out "
-                    f"in another way than that of torch 2.9"
-                )
-        yield info.filename, (at + 16, end + 4)
-        file.seek(at + 28)  # the lengths of name, extra field and comment
-        at += 46 + sum(struct.unpack("<HHH", file.read(6)))
+        file.seek(end)
+        if info.file_size and (found := file.read(4)) != _DESCRIPTOR_MAGIC:
+            raise RuntimeError(
+                f"torch.save wrote {found!r} where {_DESCRIPTOR_MAGIC!r} was expected: it lays "
+                f"files out in another way than that of torch 2.9"
+            )
+        yield info.filename, (field, end + 4)
 
 
 def _without_data(spec: TensorSpec) -> tuple[Any, ...]:

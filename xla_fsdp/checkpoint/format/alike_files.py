@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple, overload
@@ -22,7 +22,7 @@ import numpy as np
 from xla_fsdp.checkpoint.files.checksum import crcs_in
 from xla_fsdp.checkpoint.files.copying import damage
 from xla_fsdp.checkpoint.files.safetensors_file import Entry
-from xla_fsdp.checkpoint.files.tensor_source import ByteSource, Part, TensorSource, TensorSpec
+from xla_fsdp.checkpoint.files.tensor_source import ByteSource, Part, TensorSource
 from xla_fsdp.checkpoint.format.records import model_name
 
 WINDOW = 1 << 23  # bytes of all files together
@@ -45,54 +45,13 @@ class Moved:
         self._file.read_into(start + self._by, buffer)
 
 
-class FileTensors(Mapping[str, TensorSource]):
-    """Tensors of a file by key, each made when it is asked for.
-
-    Args:
-        file: local or remote.
-        name: of the file, for messages.
-        entries: of the tensors, by key; the same object for files that are laid out alike.
-        prefix: that makes names in the file of keys.
-        checksums: by name in the file.
-    """
-
-    def __init__(
-        self,
-        file: ByteSource,
-        name: str,
-        entries: Mapping[str, Entry],
-        prefix: str,
-        checksums: Mapping[str, str],
-    ) -> None:
-        self._file, self._name, self._entries = file, name, entries
-        self._prefix, self._checksums = prefix, checksums
-
-    def __getitem__(self, key: str) -> TensorSource:
-        entry = self._entries[key]
-        return TensorSource(
-            entry.spec,
-            Part(self._file, entry.start, entry.spec.nbytes),
-            identity=(self._name, entry.start, entry.spec) if entry.spec.nbytes else None,
-            checksum=self._checksums.get(f"{self._prefix}{key}"),
-        )
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
 @dataclass(frozen=True)
 class AlikeFile:
     """One of the files.
 
     Args:
         name: path of the file, for messages.
-        file: its bytes.
+        file: its bytes, local or remote.
         entries: by name in the file; the same object in all files.
         checksums: by name in the file.
     """
@@ -101,6 +60,16 @@ class AlikeFile:
     file: ByteSource
     entries: Mapping[str, Entry]
     checksums: Mapping[str, str]
+
+    def tensor(self, name: str) -> TensorSource:
+        """Return a tensor by its name in the file, not verified."""
+        entry = self.entries[name]
+        return TensorSource(
+            entry.spec,
+            Part(self.file, entry.start, entry.spec.nbytes),
+            identity=(self.name, entry.start, entry.spec) if entry.spec.nbytes else None,
+            checksum=self.checksums.get(name),
+        )
 
 
 class Window(NamedTuple):
@@ -145,10 +114,7 @@ class AlikeFiles:
 
     def of_rank(self, rank: int, name: str) -> TensorSource:
         """Return a tensor of one rank, not verified."""
-        each, entry = self._files[rank], self._entries[name]
-        part = Part(each.file, entry.start, entry.spec.nbytes)
-        identity = (each.name, entry.start, entry.spec) if entry.spec.nbytes else None
-        return TensorSource(entry.spec, part, identity, each.checksums.get(name))
+        return self._files[rank].tensor(name)
 
     def rows(self, name: str, ranks: range) -> np.ndarray:
         """Return the bytes of a small tensor, one row for each of these ranks; verify them."""
@@ -159,17 +125,8 @@ class AlikeFiles:
         self._verify(name, ranks, rows)
         return rows
 
-    def large(self, rank: int) -> dict[str, TensorSource]:
-        """Return the tensors of a rank that are not small, by name, not verified."""
-        names = (name for name in self._entries if not self.is_small(name))
-        return {name: self.of_rank(rank, name) for name in names}
-
     def problems(self, *, unread: bool) -> list[str]:
-        """Return one line for every damaged tensor.
-
-        Args:
-            unread: whether to check tensors too of which nothing was read.
-        """
+        """As ``Verifier`` has it."""
         for name in self._entries if unread else ():
             if self.is_small(name) and name not in self._read:
                 self.rows(name, range(len(self._files)))
@@ -212,7 +169,7 @@ class AlikeFiles:
 
 
 class TensorOfAll(Sequence[TensorSource]):
-    """A small tensor of several ranks.
+    """A small tensor of several ranks; as a source, the bytes of all of them after one another.
 
     Args:
         files: of all ranks.
@@ -223,6 +180,7 @@ class TensorOfAll(Sequence[TensorSource]):
 
     def __init__(self, files: AlikeFiles, name: str, entry: Entry, ranks: range) -> None:
         self._files, self._name, self._entry, self._ranks = files, name, entry, ranks
+        self.nbytes, self.at = entry.spec.nbytes * len(ranks), entry.start
 
     @overload
     def __getitem__(self, index: int) -> TensorSource: ...
@@ -232,44 +190,18 @@ class TensorOfAll(Sequence[TensorSource]):
         if isinstance(index, slice):
             return TensorOfAll(self._files, self._name, self._entry, self._ranks[index])
         known = self._files.of_rank(self._ranks[index], self._name)
-        one = self[index : index + 1]
-        return TensorSource(known.spec, one.joined(0, known.spec.nbytes), known.identity)
+        return TensorSource(known.spec, self[index : index + 1], known.identity)
 
     def __len__(self) -> int:
         return len(self._ranks)
-
-    @property
-    def spec(self) -> TensorSpec:
-        return self._entry.spec
-
-    @property
-    def at(self) -> int:
-        """The offset in the files."""
-        return self._entry.start
 
     @property
     def identity(self) -> Hashable:
         """Equal for sequences of the same bytes."""
         return self._entry.start, self._entry.spec, self._ranks
 
-    def joined(self, start: int, stop: int) -> ByteSource:
-        """Return bytes ``start`` to ``stop`` of all tensors after one another."""
-        return _JoinedRows(self, start, stop - start)
-
-    def rows(self, first: int, last: int) -> np.ndarray:
-        """Return the bytes of the tensors with these numbers, one in each row."""
-        return self._files.rows(self._name, self._ranks[first:last])
-
-
-class _JoinedRows:
-    def __init__(self, tensors: TensorOfAll, start: int, nbytes: int) -> None:
-        self._tensors, self._start, self.nbytes = tensors, start, nbytes
-        self.at = tensors.at
-
     def read_into(self, start: int, buffer: memoryview) -> None:
-        width = self._tensors.spec.nbytes
-        low = self._start + start
-        high = low + len(buffer)
-        first = low // width
-        rows = self._tensors.rows(first, -(-high // width)).reshape(-1)
-        buffer[:] = rows.data[low - first * width : high - first * width]
+        width, stop = self._entry.spec.nbytes, start + len(buffer)
+        first = start // width
+        rows = self._files.rows(self._name, self._ranks[first : -(-stop // width)]).reshape(-1)
+        buffer[:] = rows.data[start - first * width : stop - first * width]

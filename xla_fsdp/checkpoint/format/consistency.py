@@ -25,8 +25,8 @@ from xla_fsdp.checkpoint.files.copying import Progress, damage, read_crcs
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource, TensorSpec, same_bytes
 from xla_fsdp.checkpoint.format.full_tensors import MergePlan
 from xla_fsdp.checkpoint.format.plan import Identity, identify, make_plan, shared_part
-from xla_fsdp.checkpoint.format.records import Marker, OptimizerRecord, rank_file_name, state_name
-from xla_fsdp.checkpoint.format.shard_files import Shard, are_alike
+from xla_fsdp.checkpoint.format.records import Marker, model_name, rank_file_name, state_name
+from xla_fsdp.checkpoint.format.shard_files import MODEL_PREFIX, Shard, are_alike
 from xla_fsdp.checkpoint.steps.step_directory import MARKER
 
 MIXED = {"formats": "format", "world sizes": "world_size", "steps": "step", "jobs": "job"}
@@ -147,41 +147,40 @@ def _shard_problems(plan: MergePlan, shard: Shard, reference: Shard) -> Iterator
     if different:
         yield f"shard_metadata differs from that of {reference.source} at {different}"
         return  # the plan does not fit its tensors
-    if shard is not reference and are_alike([shard, reference]):  # only their bytes can differ
-        yield from _tie_problems(plan, shard.state_dict)
-        yield from _alike_problems(plan, shard, reference)
-        return
-    expected, found = reference.state_dict.keys(), shard.state_dict.keys()
-    yield from (
-        f"model has no {key}, which {reference.source} has" for key in expected if key not in found
-    )
-    yield from (
-        f"model has {key}, which {reference.source} has not" for key in found if key not in expected
-    )
-    yield from _sharded_problems(plan, shard.state_dict)
-    yield from _unsharded_problems(plan, shard.state_dict, reference)
+    if shard is reference or not are_alike([shard, reference]):  # or only their bytes can differ
+        yield from find_misfits(plan, shard, reference)
     yield from _tie_problems(plan, shard.state_dict)
+    yield from _whole_state_problems(plan, shard, reference)
+
+
+def find_misfits(plan: MergePlan, shard: Shard, reference: Shard) -> Iterator[str]:
+    """Yield a line for each tensor or value of a shard that is not what the plan has or, where this
+    leaves it open, the reference (which may be the same shard)."""
+    as_there = "" if shard is reference else f", as in {reference.source}"
+    expected: dict[str, tuple[str, str, str]] = {}  # by name in a file: its name in a line; kind
+    for key in reference.state_dict:
+        entry = plan.sharded.get(key)
+        if entry is None:
+            expected[model_name(key)] = key, _kind(reference.state_dict[key]), as_there
+        else:
+            kind = _kind(TensorSpec(entry.dtype, entry.shard_shape))
+            expected[model_name(key)] = f"the shard of {key}", kind, ""
+    found = {model_name(key): _kind(value) for key, value in shard.state_dict.items()}
     if plan.optimizer is not None:
-        yield from _optimizer_problems(plan, plan.optimizer, shard, reference)
-
-
-def _sharded_problems(plan: MergePlan, state_dict: Mapping[str, Any]) -> Iterator[str]:
-    for key, entry in plan.sharded.items():
-        if key in state_dict:
-            found = _kind(state_dict[key])
-            expected = _kind(TensorSpec(entry.dtype, entry.shard_shape))
-            if found != expected:
-                yield f"the shard of {key} is {found}, expected {expected}"
-
-
-def _unsharded_problems(
-    plan: MergePlan, state_dict: Mapping[str, Any], reference: Shard
-) -> Iterator[str]:
-    for key in plan.unsharded:
-        if key in state_dict:
-            found, expected = _kind(state_dict[key]), _kind(reference.state_dict[key])
-            if found != expected:
-                yield f"{key} is {found}, but {expected} in {reference.source}"
+        found |= {name: _kind(tensor) for name, tensor in shard.optimizer.items()}
+    for key, states in (plan.optimizer.states if plan.optimizer else {}).items():
+        for state in states.sharded + states.whole:
+            name = state_name(key, state)
+            known = reference.optimizer.get(name) or shard.optimizer.get(name)
+            kind = "a tensor" if known is None else _kind(known)
+            if known is not None and state in states.sharded:
+                kind = _kind(TensorSpec(known.dtype, plan.sharded[key].shard_shape))
+            expected[name] = f"optimizer state {state} of {key}", kind, as_there
+    for name in {**expected, **found}:
+        nothing = name.removeprefix(MODEL_PREFIX), "nothing of this name", as_there
+        called, kind, where = expected.get(name, nothing)
+        if found.get(name) != kind:
+            yield f"{called} is {found.get(name, 'missing')}, expected {kind}{where}"
 
 
 def _tie_problems(plan: MergePlan, state_dict: Mapping[str, Any]) -> Iterator[str]:
@@ -192,53 +191,29 @@ def _tie_problems(plan: MergePlan, state_dict: Mapping[str, Any]) -> Iterator[st
                 yield f"{alias} and {canonical} are tied, but their shards differ"
 
 
-def _alike_problems(plan: MergePlan, shard: Shard, reference: Shard) -> Iterator[str]:
-    """Compare the optimizer states that are not sharded, whose checksums tell most."""
-    own, other = shard.metadata.get("fingerprints", {}), reference.metadata.get("fingerprints", {})
-    for key, states in plan.optimizer.states.items() if plan.optimizer else ():
-        for state in states.whole:
-            name = state_name(key, state)
-            if not own.get(name) or own[name] != other.get(name):
-                pair = (shard.optimizer[name], reference.optimizer[name])
-                where = f"optimizer state {state} of {key}"
-                yield from _whole_state_problems(plan, key, where, pair, reference)
-
-
-def _optimizer_problems(
-    plan: MergePlan, record: OptimizerRecord, shard: Shard, reference: Shard
-) -> Iterator[str]:
-    known = set()
-    for key, states in record.states.items():
-        for state in states.sharded + states.whole:
-            known.add(name := state_name(key, state))
-            found, model = shard.optimizer.get(name), reference.optimizer.get(name)
-            where = f"optimizer state {state} of {key}"
-            if found is None:
-                yield f"has no {where}, which shard_metadata lists"
-            elif state in states.sharded and found.shape != plan.sharded[key].shard_shape:
-                expected = plan.sharded[key].shard_shape
-                yield f"{where} has shape {found.shape}, expected the shard's, {expected}"
-            elif model is not None and _kind(found) != _kind(model):
-                yield f"{where} is {_kind(found)}, but {_kind(model)} in {reference.source}"
-            elif model is not None and state in states.whole:
-                yield from _whole_state_problems(plan, key, where, (found, model), reference)
-    strange = [name for name in shard.optimizer if name not in known]
-    if strange:
-        yield f"holds {listed(strange, len(strange))}, which shard_metadata does not list"
-
-
-def _whole_state_problems(
-    plan: MergePlan, key: str, where: str, pair: tuple[TensorSource, TensorSource], reference: Shard
-) -> Iterator[str]:
-    # The merged parameter gets this state unchanged, so it must be equal on all ranks, and fit each
+def _whole_state_problems(plan: MergePlan, shard: Shard, reference: Shard) -> Iterator[str]:
+    # A merged parameter gets such a state unchanged, so it must be equal on all ranks, and fit each
     # of the parameters that were flattened together.
-    found, model = pair
     hint = "Leave optimizer state out (--model_only)."
-    if found is not model and not _same_bits(found, model):
-        yield f"{where} differs from that in {reference.source}, so there is no full one. {hint}"
-    members = len(plan.names_of(key))
-    if members > 1 and found.shape not in ((), (1,)):
-        yield f"{where} has shape {found.shape} for {members} parameters in one. {hint}"
+    own, other = shard.metadata.get("fingerprints", {}), reference.metadata.get("fingerprints", {})
+    for key, states in (plan.optimizer.states if plan.optimizer else {}).items():
+        members = len(plan.names_of(key))
+        for name, where in ((state_name(key, s), f"{s} of {key}") for s in states.whole):
+            if shard is not reference and own.get(name) and own[name] == other.get(name):
+                continue
+            found, model = shard.optimizer.get(name), reference.optimizer.get(name)
+            if found is None or model is None or found.spec != model.spec:
+                continue  # told already
+            if not _same_bits(found, model):
+                yield (
+                    f"optimizer state {where} differs from that in {reference.source}, so there is "
+                    f"no full one. {hint}"
+                )
+            if members > 1 and found.shape not in ((), (1,)):
+                yield (
+                    f"optimizer state {where} has shape {found.shape} for {members} parameters in "
+                    f"one. {hint}"
+                )
 
 
 def _same_bits(first: Any, second: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
     JoinedShards,
+    Part,
     TensorSource,
     TensorSpec,
     global_of,
@@ -122,30 +123,25 @@ class FullCheckpoint:
         return text
 
 
-def full_checkpoint(plan: MergePlan, shards: Sequence[Shard]) -> FullCheckpoint:
+def full_checkpoint(plan: MergePlan, shards: Sequence[Shard], own: int = 0) -> FullCheckpoint:
     """Return the full model and optimizer.
 
     Args:
         plan: of these shards, which ``find_problems`` has checked.
         shards: of every rank, in rank order.
+        own: rank whose unsharded tensors and values are taken.
     """
-    return FullCheckpoint(
-        model=_full_model(plan, shards),
-        ties=dict(plan.ties),
-        optimizer=None if plan.optimizer is None else _full_optimizer(plan, plan.optimizer, shards),
-    )
+    optimizer = None
+    if plan.optimizer is not None:
+        optimizer = _full_optimizer(plan, plan.optimizer, shards, shards[own])
+    return FullCheckpoint(_full_model(plan, shards, shards[own]), dict(plan.ties), optimizer)
 
 
-def full_members(
+def _full_members(
     entry: ShardedEntry, shards: Sequence[TensorSource], once: Once | None = None
 ) -> Iterator[tuple[str, TensorSource]]:
-    """Yield the name and the full tensor of every parameter of an entry.
-
-    Args:
-        entry: of the state dicts.
-        shards: of all ranks, in rank order, each of shape ``entry.shard_shape``.
-        once: to yield the same object again for the same memory.
-    """
+    """Yield the name and the full tensor of every parameter of an entry, given its shards in rank
+    order; with ``once``, the same object again for the same memory."""
     if entry.row_shape:
         starts, lengths = [0], [entry.layout.numel]
     else:
@@ -174,30 +170,20 @@ def _joined(
 ) -> ByteSource:
     """Return the bytes of elements (or rows) ``start`` to ``stop`` of the unsharded entry."""
     row = entry.row_numel * shards[0].dtype.itemsize
-    if isinstance(shards, TensorOfAll):
-        return shards.joined(start * row, stop * row)
-    return JoinedShards(shards, entry.layout.shard_numel * row, start * row, stop * row)
+    width = entry.layout.shard_numel * row
+    joined = shards if isinstance(shards, TensorOfAll) else JoinedShards(shards, width)
+    return Part(joined, start * row, (stop - start) * row)
 
 
-def model_shards(shards: Sequence[Shard], key: str) -> Sequence[TensorSource]:
-    """Return the tensor of every rank under a key of the state dicts."""
-    return of_all(shards, model_name(key), lambda shard: shard.state_dict[key])
-
-
-def state_shards(shards: Sequence[Shard], key: str, state: str) -> Sequence[TensorSource]:
-    """Return one optimizer state of every rank."""
-    name = state_name(key, state)
-    return of_all(shards, name, lambda shard: shard.optimizer[name])
-
-
-def _full_model(plan: MergePlan, shards: Sequence[Shard]) -> dict[str, Any]:
+def _full_model(plan: MergePlan, shards: Sequence[Shard], own: Shard) -> dict[str, Any]:
     full: dict[str, Any] = {}
     once = Once()
-    for key, value in shards[0].state_dict.items():
+    for key in own.state_dict:
         if key in plan.sharded:
-            full.update(full_members(plan.sharded[key], model_shards(shards, key), once))
+            sources = of_all(shards, model_name(key))
+            full.update(_full_members(plan.sharded[key], sources, once))
         elif key in plan.unsharded:
-            full[plan.unsharded[key]] = _unsharded(value, plan.dtypes.get(key), once)
+            full[plan.unsharded[key]] = _unsharded(own.state_dict[key], plan.dtypes.get(key), once)
     for alias, canonical in plan.ties.items():
         full[alias] = full[canonical]
     return full
@@ -223,8 +209,10 @@ class Once:
         if isinstance(sources, TensorOfAll):
             identities = sources.identity
         else:
-            identities = tuple(source.identity for source in sources)
-            if None in identities:
+            # Only until one has none: of files that are not open yet, all have none.
+            known = takewhile(lambda each: each is not None, (s.identity for s in sources))
+            identities = tuple(known)
+            if len(identities) < len(sources):
                 return make()
         key = (variant, identities)
         if key not in self._results:
@@ -233,19 +221,19 @@ class Once:
 
 
 def _full_optimizer(
-    plan: MergePlan, record: OptimizerRecord, shards: Sequence[Shard]
+    plan: MergePlan, record: OptimizerRecord, shards: Sequence[Shard], own: Shard
 ) -> OptimizerState:
     states: dict[str, dict[str, StateEntry]] = {}
     for key, states_of_key in record.states.items():
         by_name: dict[str, dict[str, StateEntry]] = {name: {} for name in plan.names_of(key)}
         for state in states_of_key.sharded:
-            sources = state_shards(shards, key, state)
-            for name, source in full_members(plan.sharded[key], sources):
+            sources = of_all(shards, state_name(key, state))
+            for name, source in _full_members(plan.sharded[key], sources):
                 by_name[name][state] = StateEntry(StateKind.SHARD, source)
-        for state, entry in shards[0].states(key, states_of_key).items():
+        for state, entry in own.states(key, states_of_key).items():
             if entry.kind is not StateKind.SHARD:
-                for own in by_name.values():
-                    own[state.removeprefix(UNSHARDED)] = entry
+                for states_of_name in by_name.values():
+                    states_of_name[state.removeprefix(UNSHARDED)] = entry
         states |= by_name
     groups = tuple(
         GroupRecord(tuple(n for key in group.params for n in plan.names_of(key)), group.options)

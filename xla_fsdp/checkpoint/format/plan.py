@@ -135,7 +135,8 @@ def _own_entry(record: ParamRecord, world_size: int, parts: int) -> ShardedEntry
 def _name_problems(plan: MergePlan) -> list[str]:
     names = [member.name for entry in plan.sharded.values() for member in entry.members]
     names += plan.unsharded.values()
-    known = Counter(names)
+    known, optimizer = Counter(names), plan.optimizer
+    trained = [key for group in optimizer.groups for key in group.params] if optimizer else []
     return [
         *find_bad_names([*plan.sharded, *known, *plan.ties]),
         *(f"{name} would be in the merged model twice" for name in known if known[name] > 1),
@@ -146,17 +147,10 @@ def _name_problems(plan: MergePlan) -> list[str]:
         ),
         *(
             f"optimizer: {key} is not in the model"
-            for key in _optimizer_keys(plan)
+            for key in dict.fromkeys([*trained, *(optimizer.states if optimizer else ())])
             if key not in plan.sharded and key not in plan.unsharded
         ),
     ]
-
-
-def _optimizer_keys(plan: MergePlan) -> list[str]:
-    if plan.optimizer is None:
-        return []
-    in_groups = [key for group in plan.optimizer.groups for key in group.params]
-    return list(dict.fromkeys([*in_groups, *plan.optimizer.states]))
 
 
 # ---------------------------------------------------------------- torch_xla's format
@@ -195,7 +189,7 @@ def _torch_xla_plan(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> 
         + [
             f"model has {key}, which shard_metadata does not list"
             for key in state_dict
-            if key not in members and _names_a_shard(key)
+            if key not in members and f".{SHARD_PREFIX}" in f".{key}"
         ]
     )
     unsharded = {key: original_name(key) for key in state_dict if key not in members}
@@ -255,10 +249,6 @@ def _buffer_dtypes(metadata: dict[str, Any]) -> dict[str, torch.dtype]:
         )
         for name, info in infos.items()
     }
-
-
-def _names_a_shard(key: str) -> bool:
-    return any(part.startswith(SHARD_PREFIX) for part in key.split("."))
 
 
 def _torch_xla_entry(

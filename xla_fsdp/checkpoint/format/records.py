@@ -590,10 +590,6 @@ def rank_file_name(rank: int, world_size: int, suffix: str) -> str:
 
 
 def digest_of_torch_file(metadata: Mapping[str, Any], values: str) -> str:
-    """Return the digest of the description of a ``.pth`` file.
-
-    Args:
-        metadata: ``ShardMetadata.to_dict()``.
-        values: JSON of the values beside the tensors.
-    """
+    """Return the digest of the description of a ``.pth`` file: its metadata, and the JSON of the
+    values beside the tensors."""
     return digest(json.dumps([metadata, values], sort_keys=True).encode())

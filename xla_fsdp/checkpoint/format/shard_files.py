@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape, glob
@@ -16,7 +16,7 @@ from typing import Any
 
 from xla_fsdp.checkpoint.errors import CheckpointError, listed, prefixed
 from xla_fsdp.checkpoint.files.checksum import digest, is_checksum, written
-from xla_fsdp.checkpoint.files.copying import VerifiedTensors, Verifier, verifying
+from xla_fsdp.checkpoint.files.copying import Verifier, verified, verifying
 from xla_fsdp.checkpoint.files.json_values import unpack
 from xla_fsdp.checkpoint.files.safetensors_file import (
     OWN_METADATA,
@@ -30,13 +30,15 @@ from xla_fsdp.checkpoint.files.storage import Staging, fetch, is_url, open_stora
 from xla_fsdp.checkpoint.files.tensor_source import (
     LOCAL,
     ByteSource,
+    LazyMapping,
+    LazySequence,
     LocalFile,
     RecentBlocks,
     TensorSource,
     full_path,
 )
 from xla_fsdp.checkpoint.files.torch_file import SMALL_ARCHIVE, Archive, read_torch_file
-from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles, FileTensors, Moved
+from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles, Moved
 from xla_fsdp.checkpoint.format.records import (
     OF_RANK,
     VALUE_PREFIX,
@@ -56,7 +58,7 @@ SAFETENSORS = ".safetensors"
 DCP_METADATA = ".metadata"  # the file that every directory of torch.distributed.checkpoint has
 
 MODEL_PREFIX = model_name("")
-_OPTIMIZER_PREFIX = state_name("", "").rstrip("/") + "/"
+OPTIMIZER_PREFIX = state_name("", "").rstrip("/") + "/"
 
 
 @dataclass(frozen=True)
@@ -156,13 +158,7 @@ def _find_in(folder: str) -> list[str]:
 
 
 def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> str:
-    """Return a text for the user on the shard files that ``find_files`` found.
-
-    Args:
-        paths: of the shard files.
-        ckpt_prefix: as given to ``find_files``.
-        ckpt_suffix: as given to ``find_files``.
-    """
+    """Return a text for the user on the shard files that ``find_files`` found."""
     count = f"{len(paths)} checkpoint file{'s' if len(paths) > 1 else ''}"
     if not _is_directory(ckpt_prefix, ckpt_suffix):
         return f"{count} in {ckpt_prefix}{ckpt_suffix}"
@@ -269,16 +265,16 @@ class Layout:
 
     Args:
         entries: of all tensors, by name in a file.
+        model: names in a file of the model's tensors, by key.
+        optimizer: the same of the optimizer's states.
     """
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self.entries = entries
-        kinds = (MODEL_PREFIX, _OPTIMIZER_PREFIX)
-        self._model = {
-            n.removeprefix(MODEL_PREFIX): e for n, e in entries.items() if n.startswith(kinds[0])
-        }
-        self._optimizer = {n: e for n, e in entries.items() if n.startswith(kinds[1])}
-        self._others = {n: e for n, e in entries.items() if not n.startswith(kinds)}
+        kinds = (MODEL_PREFIX, OPTIMIZER_PREFIX)
+        self.model = {n.removeprefix(kinds[0]): n for n in entries if n.startswith(kinds[0])}
+        self.optimizer = {n: n for n in entries if n.startswith(kinds[1])}
+        self._others = {n: n for n in entries if not n.startswith(kinds)}
 
     def shard(
         self,
@@ -290,16 +286,17 @@ class Layout:
         digest: str | None,
     ) -> Shard:
         """Return the shard in a file that is alike."""
+        own = AlikeFile(name, file, self.entries, checksums)
         return Shard(
             name,
-            FileTensors(file, name, self._model, MODEL_PREFIX, checksums),
+            LazyMapping(self.model, own.tensor),
             metadata,
-            FileTensors(file, name, self._optimizer, "", checksums),
-            FileTensors(file, name, self._others, "", checksums),
+            LazyMapping(self.optimizer, own.tensor),
+            LazyMapping(self._others, own.tensor),
             notes,
             digest,
             layout=self,
-            file=AlikeFile(name, file, self.entries, checksums),
+            file=own,
         )
 
 
@@ -565,39 +562,18 @@ def verified_shard(shard: Shard, recent: RecentBlocks) -> Shard:
     """Return the same shard; reading what is damaged raises ``CheckpointError``."""
     return replace(
         shard,
-        state_dict=VerifiedTensors(shard.source, shard.state_dict, recent),
-        optimizer=VerifiedTensors(shard.source, shard.optimizer, recent),
-        others=VerifiedTensors(shard.source, shard.others, recent),
+        state_dict=verified(shard.source, shard.state_dict, recent),
+        optimizer=verified(shard.source, shard.optimizer, recent),
+        others=verified(shard.source, shard.others, recent),
     )
 
 
-def of_all(shards: Sequence[Shard], name: str, own: Callable[[Shard], Any]) -> Sequence[Any]:
-    """Return a tensor of every shard.
-
-    Args:
-        shards: in rank order.
-        name: of the tensor in a file.
-        own: returns the tensor of a shard.
-    """
+def of_all(shards: Sequence[Shard], name: str) -> Sequence[Any]:
+    """Return the tensor of this name in a file of every shard; the shards are in rank order."""
     alike = shards[0].alike
     if alike is not None and alike.is_small(name):
         return alike.tensor(name)
-    return _OfAll(shards, own)
-
-
-class _OfAll(Sequence[Any]):
-    """As ``of_all`` returns them; each is asked for when it is needed."""
-
-    def __init__(self, shards: Sequence[Shard], own: Callable[[Shard], Any]) -> None:
-        self._shards, self._own = shards, own
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return _OfAll(self._shards[index], self._own)
-        return self._own(self._shards[index])
-
-    def __len__(self) -> int:
-        return len(self._shards)
+    return LazySequence(shards, lambda shard: shard.tensor(name))
 
 
 def are_alike(shards: Sequence[Shard]) -> bool:
@@ -606,41 +582,26 @@ def are_alike(shards: Sequence[Shard]) -> bool:
 
 
 def verifying_shards(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
-    """Return the same shards, reading through verifiers of their tensors' checksums."""
+    """Return the same shards, reading through verifiers of their tensors' checksums.
+
+    Of files that are alike, small tensors are read, and verified, for all ranks together: only the
+    first shard has them.
+    """
+    alike = None
     if len(shards) > 1 and are_alike(shards):
-        return _verifying_alike(shards)
-    return _verifying_each(shards)
-
-
-def _verifying_each(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
+        files = [shard.file for shard in shards if shard.file is not None]
+        alike = AlikeFiles(files[0].entries, files)
     same: list[Shard] = []
-    verifiers: list[Verifier] = []
+    verifiers: list[Verifier] = [] if alike is None else [alike]
     for shard in shards:
-        known = {k: v for k, v in shard.state_dict.items() if isinstance(v, TensorSource)}
-        model, of_model = verifying(shard.source, known)
-        optimizer, of_optimizer = verifying(shard.source, shard.optimizer)
-        others, of_others = verifying(shard.source, shard.others)
-        state_dict = {key: model.get(key, value) for key, value in shard.state_dict.items()}
-        same.append(replace(shard, state_dict=state_dict, optimizer=optimizer, others=others))
-        verifiers += of_model + of_optimizer + of_others
-    return same, verifiers
-
-
-def _verifying_alike(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifier]]:
-    """As ``verifying_shards``; small tensors are read, and verified, for all ranks together."""
-    files = [shard.file for shard in shards if shard.file is not None]
-    alike = AlikeFiles(files[0].entries, files)
-    same, verifiers = _verifying_each(shards[:1])
+        is_left_out = alike.is_small if alike is not None and same else lambda _: False
+        kinds = ((shard.state_dict, MODEL_PREFIX), (shard.optimizer, ""), (shard.others, ""))
+        found = [
+            verifying(shard.source, {k: of[k] for k in of if not is_left_out(f"{prefix}{k}")})
+            for of, prefix in kinds
+        ]
+        model, optimizer, others = (tensors for tensors, _ in found)
+        same.append(replace(shard, state_dict=model, optimizer=optimizer, others=others))
+        verifiers += [verifier for _, own in found for verifier in own]
     same[0] = replace(same[0], alike=alike)
-    for rank, shard in enumerate(shards[1:], 1):
-        large = alike.large(rank)
-        model, of_model = verifying(
-            shard.source,
-            {n.removeprefix(MODEL_PREFIX): t for n, t in large.items() if n not in shard.optimizer},
-        )
-        optimizer, of_optimizer = verifying(
-            shard.source, {n: t for n, t in large.items() if n in shard.optimizer}
-        )
-        verifiers += of_model + of_optimizer
-        same.append(replace(shard, state_dict=model, optimizer=optimizer, others={}))
-    return same, [alike, *verifiers]
+    return same, verifiers

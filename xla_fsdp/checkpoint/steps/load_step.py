@@ -10,10 +10,11 @@ reports all problems, before any model is changed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint.convert.reshard import (
+    EVERYTHING,
     LoadTarget,
     ReadPlan,
     Selection,
@@ -40,29 +42,26 @@ from xla_fsdp.checkpoint.files.safetensors_file import Entry
 from xla_fsdp.checkpoint.files.storage import LocalStorage, Storage
 from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
+    LazyMapping,
+    LazySequence,
     Piece,
     RecentBlocks,
     TensorSource,
-    TensorSpec,
     bytes_of,
     pieces,
     same_bytes,
 )
 from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles
-from xla_fsdp.checkpoint.format.consistency import find_marker_problems
-from xla_fsdp.checkpoint.format.full_tensors import MergePlan
+from xla_fsdp.checkpoint.format.consistency import find_marker_problems, find_misfits
 from xla_fsdp.checkpoint.format.plan import make_plan
 from xla_fsdp.checkpoint.format.records import (
     SUFFIXES,
     VALUES_KEY,
     Marker,
     OptimizerState,
-    StateEntry,
     rank_file_name,
-    state_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import (
-    MODEL_PREFIX,
     Shard,
     open_remote_torch,
     open_safetensors,
@@ -73,7 +72,6 @@ from xla_fsdp.checkpoint.format.shard_files import (
 from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, read_marker
 
 REMOTE_REQUESTS = 16  # at a time, as a request to an object store takes about 50 ms
-EVERYTHING = Selection()
 PARTLY_READ = 1 << 26  # bytes of blocks of which only a part was needed so far
 
 
@@ -135,13 +133,12 @@ def _load(
     marker = read_marker(storage, attempt)
     same_size = marker.world_size == target.metadata.world_size
     own = target.metadata.rank if same_size else 0
-    files = _open(storage, attempt, marker, own)
-    shards = files.shards()
+    shards, opened = _open(storage, attempt, marker, own)
     try:
         plan = make_plan(shards[own].metadata, shards[own].state_dict)
     except CheckpointError as error:
         raise prefixed(error, shards[own].source) from error
-    _check(plan, shards if isinstance(files, TorchRankFiles) else [shards[own]])
+    raise_if([f"{s.source}: {problem}" for s in opened for problem in find_misfits(plan, s, s)])
     source = SourceCheckpoint(selection.plan(plan), shards, own)
     found = plan_read(source, target, selection)
     if found.problems:
@@ -158,13 +155,14 @@ def _load(
     parts = shards[own].metadata.get("tensor_parts", 1)
     same_ranks = same_size and parts == target.metadata.tensor_parts
     threads = 1 if isinstance(storage, LocalStorage) else REMOTE_REQUESTS
-    values = typed(values_of(files.open(own)), dict, f"{shards[own].source}: values")
+    values = typed(values_of(shards[own]), dict, f"{shards[own].source}: values")
     return _read(found, values, threads, same_ranks)
 
 
 def _open(
     storage: Storage, attempt: Attempt, marker: Marker, own: int
-) -> RankFiles | TorchRankFiles:
+) -> tuple[list[Shard], list[Shard]]:
+    """Return the shards of all ranks, and those whose files are open."""
     suffix = next(iter(marker.files), "").rpartition(".")[2]
     names: list[str] = []
     if len(marker.files) == marker.world_size:
@@ -176,80 +174,47 @@ def _open(
             f"{marker.world_size} ranks"
         )
     if suffix == "pth":
-        return TorchRankFiles(storage, attempt, marker, names)
-    return RankFiles(storage, attempt, marker, names, first=own)
-
-
-def _check(plan: MergePlan, shards: Iterable[Shard]) -> None:
-    raise_if([f"{each.source}: {problem}" for each in shards for problem in _problems(plan, each)])
-
-
-def _problems(plan: MergePlan, shard: Shard) -> Iterator[str]:
-    specs = {key: TensorSpec(e.dtype, e.shard_shape) for key, e in plan.sharded.items()}
-    for key, expected in specs.items():
-        source = shard.state_dict.get(key)
-        if not isinstance(source, TensorSource) or source.spec != expected:
-            yield f"{key} is {getattr(source, 'spec', source)}, expected {expected}"
-    if plan.optimizer is None:
-        return
-    for key in (*plan.optimizer.states, *(k for g in plan.optimizer.groups for k in g.params)):
-        if key not in specs and key not in plan.unsharded:
-            yield f"the optimizer has {key}, which the model has not"
-    for key, state in plan.optimizer.states.items():
-        for name in (*state.sharded, *state.whole):
-            source = shard.optimizer.get(state_name(key, name))
-            shape = specs[key].shape if name in state.sharded else None
-            if source is None or shape not in (None, source.shape):
-                found = "missing" if source is None else f"of shape {source.shape}"
-                yield f"optimizer state {name} of {key} is {found}"
+        shards = _open_torch_files(storage, attempt, marker, names)
+        return shards, shards
+    shards = RankFiles(storage, attempt, marker, names, first=own).shards()
+    return shards, [shards[own]]
 
 
 def _read(found: ReadPlan, values: dict[str, Any], threads: int, same_ranks: bool) -> LoadedStep:
-    wanted = {f"model {key}": source for key, source in found.model.items()}
     states = {} if found.optimizer is None else found.optimizer.tensors()
-    for key, sources in states.items():
-        wanted |= {f"optimizer state {name} of {key}": each for name, each in sources.items()}
-    tensors = _read_tensors(wanted, threads)
-    model = {key: tensors[f"model {key}"] for key in found.model}
+    of_optimizer = [source for each in states.values() for source in each.values()]
+    tensors = _read_tensors([*found.model.values(), *of_optimizer], threads)
+    model = {key: tensors[id(source)] for key, source in found.model.items()}
     optimizer = None
     if found.optimizer is not None:
         loaded = {
-            key: {
-                name: StateEntry(e.kind, tensors.get(f"optimizer state {name} of {key}", e.value))
-                for name, e in entries.items()
-            }
-            for key, entries in found.optimizer.states.items()
+            key: {n: replace(e, value=tensors.get(id(e.value), e.value)) for n, e in each.items()}
+            for key, each in found.optimizer.states.items()
         }
         optimizer = replace(found.optimizer, states=loaded)
     return LoadedStep(model, optimizer, values, same_ranks, found.saved_dtypes)
 
 
-def _read_tensors(wanted: Mapping[str, TensorSource], threads: int) -> dict[str, Tensor]:
-    """Read tensors, file by file and in the order of their bytes, so that neighbours are read
-    together."""
-    tensors = {
-        name: torch.empty(source.shape, dtype=source.dtype) for name, source in wanted.items()
-    }
+def _read_tensors(wanted: Sequence[TensorSource], threads: int) -> dict[int, Tensor]:
+    """Return tensors by the id of their source. They are read file by file and in the order of
+    their bytes, so that neighbours are read together."""
+    tensors = [torch.empty(source.shape, dtype=source.dtype) for source in wanted]
     found = [
-        (piece, name)
-        for name, source in wanted.items()
+        (piece, index)
+        for index, source in enumerate(wanted)
         for piece in pieces(source.data, 0, source.spec.nbytes)
         if piece.start < piece.stop
     ]
 
-    def read(each: tuple[Piece, str]) -> None:
-        piece, name = each
-        into = bytes_of(tensors[name])[piece.start : piece.stop]
-        wanted[name].data.read_into(piece.start, into)
+    def read(each: tuple[Piece, int]) -> None:
+        piece, index = each
+        into = bytes_of(tensors[index])[piece.start : piece.stop]
+        wanted[index].data.read_into(piece.start, into)
 
-    if threads == 1:
-        for each in sorted(found):
-            read(each)
-        return tensors
     with ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(read, sorted(found)):
             pass
-    return tensors
+    return {id(source): tensor for source, tensor in zip(wanted, tensors, strict=True)}
 
 
 # ---------------------------------------------------------------- the files of all ranks
@@ -279,18 +244,17 @@ class RankFiles:
         self._recent = RecentBlocks(PARTLY_READ)
         self._like: Shard | None = None
         self._opened: dict[int, Shard] = {}
-        self._specs = {name: tensor.spec for name, tensor in self.open(first).tensors()}
-        self._order = {name: number for number, name in enumerate(self._specs)}
+        self.entries = self.file(first).entries
 
     def shards(self) -> list[Shard]:
         """Return every rank's shard, without opening further files."""
-        names = list(self._specs)
-        model = {n.removeprefix(MODEL_PREFIX): n for n in names if n.startswith(MODEL_PREFIX)}
-        others = {name: name for name in names if not name.startswith(MODEL_PREFIX)}
-        shards = [self._shard(rank, model, others) for rank in range(len(self._names))]
+        shards = [
+            self.open(rank) if rank == self._first else self._unopened(rank)
+            for rank in range(len(self._names))
+        ]
         if len(shards) > 1 and isinstance(self._storage, LocalStorage):
             # Reads of a remote store wait; they are made by many threads, for one tensor each.
-            shards[0] = replace(shards[0], alike=SmallTensors(self, self.file(self._first).entries))
+            shards[0] = replace(shards[0], alike=SmallTensors(self, len(shards)))
         return shards
 
     def open(self, rank: int) -> Shard:
@@ -312,42 +276,25 @@ class RankFiles:
         assert file is not None  # as of all safetensors files
         return file
 
-    def __len__(self) -> int:
-        return len(self._names)
-
     def tensor(self, rank: int, name: str) -> TensorSource:
         """Return a tensor of a rank's file, assuming the dtype and shape it has in the first file;
         the file is opened, and the assumption checked, when the tensor is read."""
-        spec = self._specs[name]
-        return TensorSource(spec, _TensorOfRank(self, rank, name, spec, self._order[name]))
+        entry = self.entries[name]
+        return TensorSource(entry.spec, _TensorOfRank(self, rank, name, entry))
 
     def source(self, rank: int) -> str:
         """Return the path of a rank's file, for messages."""
         return path_of(self._storage, self._attempt.file(self._names[rank]))
 
-    def _shard(self, rank: int, model: Mapping[str, str], others: Mapping[str, str]) -> Shard:
+    def _unopened(self, rank: int) -> Shard:
+        first, tensor = self.open(self._first), partial(self.tensor, rank)
+        assert first.layout is not None  # as of all safetensors files
         return Shard(
             source=self.source(rank),
-            state_dict=_TensorsOfRank(self, rank, model),
-            metadata={**self._opened[self._first].metadata, "rank": rank, "global_rank": None},
-            optimizer=_TensorsOfRank(self, rank, others),
+            state_dict=LazyMapping(first.layout.model, tensor),
+            metadata={**first.metadata, "rank": rank, "global_rank": None},
+            optimizer=LazyMapping(first.layout.optimizer, tensor),
         )
-
-
-class _TensorsOfRank(Mapping[str, TensorSource]):
-    """Tensors of a rank's file by key, created on access: a rank reads few of the other files."""
-
-    def __init__(self, files: RankFiles, rank: int, names: Mapping[str, str]) -> None:
-        self._files, self._rank, self._names = files, rank, names
-
-    def __getitem__(self, key: str) -> TensorSource:
-        return self._files.tensor(self._rank, self._names[key])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 LITTLE = 1 << 12
@@ -358,8 +305,8 @@ class SmallTensors(AlikeFiles):
     """Small tensors are read for all ranks that are needed at once; one that is damaged, and those
     of a file that is laid out otherwise, each for itself."""
 
-    def __init__(self, files: RankFiles, entries: Mapping[str, Entry]) -> None:
-        super().__init__(entries, _Files(files))
+    def __init__(self, files: RankFiles, count: int) -> None:
+        super().__init__(files.entries, LazySequence(range(count), files.file))
         self._of_ranks = files
 
     def is_small(self, name: str) -> bool:
@@ -383,23 +330,10 @@ class SmallTensors(AlikeFiles):
         self.of_rank(rank, name).data.read_into(0, row.data)  # raises
 
 
-class _Files(Sequence[AlikeFile]):
-    def __init__(self, files: RankFiles) -> None:
-        self._files = files
-
-    def __getitem__(self, index: Any) -> Any:  # of a rank; nobody slices it
-        return self._files.file(index)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
 class _TensorOfRank:
-    def __init__(
-        self, files: RankFiles, rank: int, name: str, spec: TensorSpec, order: int
-    ) -> None:
-        self.nbytes, self.place, self.at = spec.nbytes, files.source(rank), order
-        self._files, self._rank, self._name, self._spec = files, rank, name, spec
+    def __init__(self, files: RankFiles, rank: int, name: str, entry: Entry) -> None:
+        self.nbytes, self.place, self.at = entry.spec.nbytes, files.source(rank), entry.start
+        self._files, self._rank, self._name, self._spec = files, rank, name, entry.spec
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         tensor = self._files.open(self._rank).tensor(self._name)
@@ -411,43 +345,29 @@ class _TensorOfRank:
         tensor.data.read_into(start, buffer)
 
 
-class TorchRankFiles:
-    """The ``.pth`` files of all ranks of one job; all are opened at once, remote ones copied.
-
-    Args:
-        storage: that holds them.
-        attempt: that they belong to.
-        marker: of the attempt.
-        names: of every rank's file, in rank order.
+def _open_torch_files(
+    storage: Storage, attempt: Attempt, marker: Marker, names: Sequence[str]
+) -> list[Shard]:
+    """Open the ``.pth`` files of all ranks; remote ones are copied.
 
     Raises:
         CheckpointError: if one cannot be opened, or is not the one that the marker lists.
     """
-
-    def __init__(
-        self, storage: Storage, attempt: Attempt, marker: Marker, names: Sequence[str]
-    ) -> None:
-        paths = [path_of(storage, attempt.file(name)) for name in names]
-        open_file = open_torch if isinstance(storage, LocalStorage) else open_remote_torch
-        for name in names:
-            checked_source(storage, attempt.file(name), marker.files[name].nbytes)
-        recent = RecentBlocks(PARTLY_READ)
-        self._shards = [verified_shard(open_file(path), recent) for path in paths]
-        raise_if([p for shard in self._shards for p in find_marker_problems(shard, marker)])
-        raise_if(
-            [
-                f"{shard.source}: has no 'values'; save_checkpoint did not write it"
-                for shard in self._shards
-                if VALUES_KEY not in shard.notes
-            ]
-        )
-
-    def shards(self) -> list[Shard]:
-        return self._shards
-
-    def open(self, rank: int) -> Shard:
-        """Return the shard in a rank's file."""
-        return self._shards[rank]
+    open_file = open_torch if isinstance(storage, LocalStorage) else open_remote_torch
+    for name in names:
+        checked_source(storage, attempt.file(name), marker.files[name].nbytes)
+    recent = RecentBlocks(PARTLY_READ)
+    paths = [path_of(storage, attempt.file(name)) for name in names]
+    shards = [verified_shard(open_file(path), recent) for path in paths]
+    raise_if([problem for shard in shards for problem in find_marker_problems(shard, marker)])
+    raise_if(
+        [
+            f"{shard.source}: has no 'values'; save_checkpoint did not write it"
+            for shard in shards
+            if VALUES_KEY not in shard.notes
+        ]
+    )
+    return shards
 
 
 def path_of(storage: Storage, name: str) -> str:

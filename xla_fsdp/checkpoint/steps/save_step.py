@@ -59,6 +59,7 @@ from xla_fsdp.checkpoint.format.records import (
 )
 from xla_fsdp.checkpoint.steps.step_directory import (
     JOB,
+    MARKER,
     Attempt,
     Keep,
     all_attempts,
@@ -68,7 +69,6 @@ from xla_fsdp.checkpoint.steps.step_directory import (
     read_job,
     remove,
     tidy,
-    write_marker,
     write_metrics,
 )
 
@@ -371,7 +371,8 @@ class Save:
             files = self._collect()
             self._ranks.all_gather_or_raise(self._try(lambda: self._mark(files))[1])
         except CheckpointError:
-            self._try(self._withdraw)
+            if self._leads:
+                self._try(lambda: remove(self._storage, self._attempt))
             raise
         self._start_tidying()
 
@@ -583,7 +584,7 @@ class Save:
             if self._metrics:
                 write_metrics(self._storage, self._attempt, self._metrics)
             marker = Marker(self._step, self._file.num_shards, dict(files), self._job.token)
-            write_marker(self._storage, self._attempt, marker)
+            self._storage.put(self._attempt.file(MARKER), marker.to_bytes())
             self._marked = True
 
     def _check_listed(self, files: Mapping[str, FileRecord]) -> None:
@@ -598,10 +599,6 @@ class Save:
 
         raise_if(self._storage.lasting_problems(differences))
 
-    def _withdraw(self) -> None:
-        if self._leads:
-            remove(self._storage, self._attempt)
-
     def _start_tidying(self) -> None:
         if self._leads:
             self._cleaner = threading.Thread(target=self._tidy, name="tidy_steps", daemon=False)
@@ -610,8 +607,11 @@ class Save:
             self.finish()
 
     def _tidy(self) -> None:
-        # The step is saved: a failure to delete older ones must not end the job.
-        self._not_deleted = self._tidied()
+        at = (self._storage, self._attempt, self._keep, self._job.token, self._remains)
+        try:
+            self._not_deleted = tidy(*at)
+        except Exception as error:  # the step is saved: this must not end the job, but be told
+            self._not_deleted = lines_of(error)
 
     def _try(self, phase: Callable[[], T]) -> tuple[T | None, list[str]]:
         """Return the result of ``phase``, or the problems of its ``CheckpointError``."""
@@ -619,13 +619,6 @@ class Save:
             return phase(), []
         except CheckpointError as error:
             return None, error.problems
-
-    def _tidied(self) -> list[str]:
-        try:
-            at = (self._storage, self._attempt, self._keep, self._job.token, self._remains)
-            return tidy(*at)
-        except Exception as error:  # or the thread would end without anybody being told
-            return lines_of(error)
 
     # ------------------------------------------------------------ the end of the process
 

@@ -162,19 +162,14 @@ def _attempts(folders: Iterable[str]) -> list[Attempt]:
     return sorted(Attempt(int(m[1]), int(m[2] or 0)) for m in matches if m)
 
 
-def newest_complete(storage: Storage, step: int | None = None) -> Iterator[Attempt]:
-    """Yield the complete attempts, newest first; only those of ``step``, unless it is None.
+def newest_complete(storage: Storage) -> Iterator[Attempt]:
+    """Yield the complete attempts, newest first.
 
     Lists the directory, and then each attempt's folder when it is reached.
     """
     for attempt in reversed(all_attempts(storage)):
-        if step in (None, attempt.step) and MARKER in storage.names(attempt.folder):
+        if MARKER in storage.names(attempt.folder):
             yield attempt
-
-
-def write_marker(storage: Storage, attempt: Attempt, marker: Marker) -> None:
-    """Mark an attempt as complete; all its files must be on disk."""
-    storage.put(attempt.file(MARKER), marker.to_bytes())
 
 
 def read_marker(storage: Storage, attempt: Attempt) -> Marker:

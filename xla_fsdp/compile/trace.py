@@ -104,9 +104,8 @@ class Trace:
         the program would compute; if it raises, put the tensors back that it has changed."""
         try:
             with (
-                programs.reading_by(self.seen),
-                self._numbers.traced(self._found, self._keys) as self._changes,
                 watching(self.seen),
+                self._numbers.traced(self._found, self._keys) as self._changes,
             ):
                 result = pytree.tree_map_only(Tensor, Tensor.detach, step(*args, **kwargs))
         except BaseException:

@@ -36,8 +36,12 @@ class NoValueError(RuntimeError):
 class RankRuntime:
     """How ranks run and communicate; this one is for TPU, where all ranks run the same program.
 
-    Subclasses are for CPU ranks (``cpu_rank_patches``) and fake ranks (``fake_rank``).
+    Subclasses are for CPU ranks (``cpu_rank_patches``), and for ranks of a TPU that is not there
+    (``fake_rank``, ``virtual_ranks``).
     """
+
+    def __init__(self) -> None:
+        self._without_values: list[int] = []
 
     def device_type(self) -> str:
         """Return the type of the device that programs are traced for: "TPU" or "CPU"."""
@@ -122,15 +126,30 @@ class RankRuntime:
         """Protect the host's random number state from other ranks that draw during the block."""
         return contextlib.nullcontext()
 
-    def without_values(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def without_values(self) -> Iterator[None]:
         """Raise NoValueError during the block where the host would compute from values of the
-        caller's device. Only ranks of ``cpu_rank_patches.PatchedRuntime`` do; elsewhere reading a
-        placeholder ends the process."""
-        return contextlib.nullcontext()
+        caller's device, if ``hooks`` are installed; without them reading a placeholder ends the
+        process."""
+        rank = index_of(device())
+        self._without_values.append(rank)
+        try:
+            yield
+        finally:
+            self._without_values.remove(rank)
 
     def has_values(self, rank: int) -> bool:
         """Return whether ``rank`` is outside of the blocks of ``without_values``."""
-        return True
+        return rank not in self._without_values
+
+    def before_read(self, tensors: Sequence[Any]) -> None:
+        """Called by ``hooks`` before values of ``tensors``, of any device, are copied to the
+        host."""
+
+    def sync(self, on: str, mark: Callable[[bool], None], wait: bool) -> None:
+        """Called by ``hooks`` in place of torch_xla's step marker of device ``on``, which is
+        ``mark(wait)``: it executes what is pending, and may wait for that."""
+        mark(wait)
 
 
 # All ranks of a process run in the same way, so there is one for all threads.
@@ -537,6 +556,24 @@ def upload_all(tensors: Sequence[Tensor], on: torch.device | None = None) -> lis
 def forget_token() -> None:
     """Drop torch_xla's token, which would make the next program depend on the last one."""
     torch_xla._XLAC._set_all_reduce_token(str(device()), None)
+
+
+def discard_unfinished(rank: int) -> None:
+    """Discard what an unfinished step left on device number ``rank`` for a later sync."""
+    torch_xla._XLAC._set_all_reduce_token(f"xla:{rank}", None)
+    context = vars(xm._get_device_context(f"xla:{rank}"))
+    context.pop("step_closures", None)
+    context.pop("async_step_closures", None)
+
+
+def live_tensors() -> list[Tensor]:
+    """Return all Python objects of XLA tensors; several may be of one XLA tensor."""
+    found: dict[int, Tensor] = {}
+    for tensor in tensor_objects():
+        for each in (tensor, tensor.grad if tensor.is_leaf else None):
+            if each is not None and each.device.type == "xla":
+                found[id(each)] = each
+    return list(found.values())
 
 
 # ---------------------------------------------------------------- collectives

@@ -296,14 +296,8 @@ def _operand_sizes(module: Module) -> dict[str, int]:
 
 
 def _live_tensors() -> list[Tensor]:
-    """Return all Python objects of XLA tensors; several may be of one XLA tensor."""
     held = ops.let_backward_end()
-    found: dict[int, Tensor] = {}
-    for tensor in ops.tensor_objects():
-        for each in (tensor, tensor.grad if tensor.is_leaf else None):
-            if each is not None and each.device.type == "xla" and all(each is not h for h in held):
-                found[id(each)] = each
-    return list(found.values())
+    return [each for each in ops.live_tensors() if all(each is not h for h in held)]
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -60,6 +60,27 @@ class _LinearMap(torch.autograd.Function):
         return (None, None, None, *(grad if need else None for grad, need in pairs))
 
 
+Move = Callable[[Tensor], Tensor]
+
+
+class Mapping(torch.autograd.Function):
+    """``forward(x)``, of two linear maps each of which is the backward of the other.
+
+    ``known`` is its value if that has been computed, of which this makes a copy.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Move, backward: Move, known: Tensor | None = None
+    ) -> Tensor:
+        ctx.forward_move, ctx.backward_move = forward, backward
+        return forward(x) if known is None else known.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return Mapping.apply(grad, ctx.backward_move, ctx.forward_move), None, None, None
+
+
 def differentiable_once(instead: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Mark the backward of an autograd function, which returns a tuple: differentiating its results
     raises RuntimeError.

@@ -7,15 +7,20 @@ step, as schedulers change those of the outer one, and back after it, as a step 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from xla_fsdp.distributed.collectives import Collectives
+from xla_fsdp.distributed.mesh import Mesh
+from xla_fsdp.distributed.mesh_axis import AxisComm
+from xla_fsdp.distributed.placement import TensorPlacement
 from xla_fsdp.optim.initial_state import MakesState
 from xla_fsdp.optim.traits import device_options, takes_found_inf
+from xla_fsdp.xla import ops
 
 NOT_OPTIONS = ("params", "param_names")
 
@@ -104,6 +109,31 @@ class SurrogateOptimizer(Optimizer, ABC):
                 f"{type(self.inner).__name__} cannot skip a step by found_inf; use an optimizer of "
                 f"torch_xla.amp.syncfree, or decide on the host whether to step"
             )
+
+
+class OwnParts:
+    """Selects this rank's part of tensors; its numbers among others are inputs of programs, not
+    constants, so that all ranks have one program."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[Hashable, Tensor] = {}
+        self._axes: dict[Mesh, AxisComm] = {}
+
+    def of_shards(self, shards: Tensor, collectives: Collectives) -> Tensor:
+        """Return this rank's of ``shards``, [num_shards, ...], as [1, ...]."""
+        if collectives.num_shards == 1:
+            return shards
+        key = (collectives.key, collectives.rank)
+        if key not in self._ranks:
+            self._ranks[key] = ops.upload(torch.tensor([collectives.rank], dtype=torch.int32))
+        return shards.index_select(0, self._ranks[key])
+
+    def of_global(self, value: Tensor, placement: TensorPlacement | None) -> Tensor:
+        """Return the local part of a global tensor of tensor parallelism."""
+        if placement is None or placement.dim is None:
+            return value
+        axis = self._axes.setdefault(placement.mesh, AxisComm(placement.mesh))
+        return axis.own_slice(value, placement.dim)
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ is the same on every rank, and its names begin with ``UNSHARDED``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.checkpoint.format.records import UNSHARDED
-from xla_fsdp.distributed.collectives import Collectives
-from xla_fsdp.distributed.mesh import Mesh
-from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.distributed.placement import TensorPlacement, known_placement
+from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.fsdp.engine.packing import all_joined, joined
 from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
-from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
+from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer
 from xla_fsdp.optim.traits import needs_closure
 from xla_fsdp.state.optim import same_value
 from xla_fsdp.xla import ops
@@ -60,7 +57,7 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         self, params: Iterable[Any], optimizer_class: Callable[..., Optimizer], **defaults: Any
     ) -> None:
         self._whole: dict[nn.Parameter, _WholeParams] = {}
-        self._own = _OwnParts()
+        self._own = OwnParts()
         super().__init__(params, optimizer_class, defaults)
         _refuse_needed_closure(self.inner)
         self._take_initial_state()
@@ -260,35 +257,10 @@ def _is_like(value: Any, param: Tensor) -> bool:
     return value.shape == held_shape(param)
 
 
-class _OwnParts:
-    """Selects this rank's part of tensors; its numbers among others are inputs of programs, not
-    constants, so that all ranks have one program."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[Hashable, Tensor] = {}
-        self._axes: dict[Mesh, AxisComm] = {}
-
-    def of_shards(self, shards: Tensor, collectives: Collectives) -> Tensor:
-        """Return this rank's of ``shards``, [num_shards, ...], as [1, ...]."""
-        if collectives.num_shards == 1:
-            return shards
-        key = (collectives.key, collectives.rank)
-        if key not in self._ranks:
-            self._ranks[key] = ops.upload(torch.tensor([collectives.rank], dtype=torch.int32))
-        return shards.index_select(0, self._ranks[key])
-
-    def of_global(self, value: Tensor, placement: TensorPlacement | None) -> Tensor:
-        """Return the local part of a global tensor of tensor parallelism."""
-        if placement is None or placement.dim is None:
-            return value
-        axis = self._axes.setdefault(placement.mesh, AxisComm(placement.mesh))
-        return axis.own_slice(value, placement.dim)
-
-
 class _Sharding:
     """How ranks share a leaf: a shard, a stack of shards, a tensor-parallel part, or not at all."""
 
-    def __init__(self, leaf: nn.Parameter, own: _OwnParts) -> None:
+    def __init__(self, leaf: nn.Parameter, own: OwnParts) -> None:
         self.unit = _known(leaf)
         self.placement = known_placement(leaf) if self.unit is None else None
         self.is_stack = is_stack(leaf)

@@ -8,6 +8,7 @@ change, unless the optimizer needs unsharded parameters.
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, XlaCollectives
 from xla_fsdp.distributed.pytree import map_tensors
-from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
+from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, shard_multiple
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.named_params import NamedShard
@@ -29,7 +30,7 @@ from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.optim.clip_grad import Slices, clip_grads_by_norm_
 from xla_fsdp.optim.initial_state import make_state
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
-from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
+from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer
 from xla_fsdp.optim.traits import is_elementwise
 from xla_fsdp.state.full_optim import ShardNames, load_full, to_full
 from xla_fsdp.state.optim import read_optimizer
@@ -386,7 +387,7 @@ class ParamSlices:
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
         self._sharded: dict[nn.Parameter, FSDPParam] = {}
-        self._rank_on_device: Tensor | None = None
+        self._own = OwnParts()
 
     def of(self, param: nn.Parameter) -> nn.Parameter:
         """Return the slice of ``param``; make it at the first call."""
@@ -446,7 +447,7 @@ class ParamSlices:
         return FSDPParamGroup(sharded, self.collectives, FSDPConfig())
 
     def _make(self, param: nn.Parameter, key: str) -> FSDPParam:
-        layout, _ = slice_layout(param.shape, self.collectives.num_shards)
+        layout = slice_layout(param.shape, self.collectives.num_shards)
         original = OriginalParam((key,), param.shape, ())
         shard = ShardParameter(param.new_empty(0), requires_grad=param.requires_grad)
         shard.shard_rank = self.collectives.rank
@@ -456,36 +457,18 @@ class ParamSlices:
         return made
 
     def _cut(self, sharded: FSDPParam, value: Tensor) -> Tensor:
-        _, row_shape = slice_layout(sharded.originals[0].shape, self.collectives.num_shards)
-        stack = sharded.packing.pack([value.detach()])
-        stack = stack.reshape(self.collectives.num_shards, -1, *row_shape)
-        # By a tensor, not a Python number, which would make another program on each rank.
-        own = torch.index_select(stack, 0, self._rank_on(value.device))
-        return own.reshape(own.shape[1:])
-
-    def _rank_on(self, device: torch.device) -> Tensor:
-        if self._rank_on_device is None:
-            self._rank_on_device = torch.tensor([self.collectives.rank], dtype=torch.int32)
-            if device.type == "xla":
-                self._rank_on_device = ops.upload(self._rank_on_device)
-        return self._rank_on_device
+        packing = sharded.packing
+        stack = packing.pack([value.detach()])
+        stack = stack.reshape(self.collectives.num_shards, *packing.sent_shape)
+        return self._own.of_shards(stack, self.collectives).reshape(packing.sent_shape)
 
 
-def slice_layout(shape: Sequence[int], num_slices: int) -> tuple[ShardLayout, tuple[int, ...]]:
-    """Return the layout of a parameter's slices, and the shape of a slice after dim 0.
-
-    Slices of a large matrix are [rows, width], which saves a change of layout on the TPU before
-    collectives; others are vectors [n].
-    """
-    size = torch.Size(shape)
-    width = size[1:].numel() if len(size) > 1 else 0
-    per_rank = -(-size.numel() // num_slices)
-    if width and width % LANES == 0:
-        by_rows = ShardLayout((size.numel(),), num_slices, width * ROWS)
-        if by_rows.shard_numel >= LARGE and by_rows.padded_numel <= 1.125 * size.numel():
-            return by_rows, (width,)
-    multiple = LANES if per_rank >= UNPADDED_BELOW else 1
-    return ShardLayout((size.numel(),), num_slices, multiple), ()
+def slice_layout(shape: Sequence[int], num_slices: int) -> ShardLayout:
+    """Return the layout of a parameter's slices: that of its shards, or not padded if it is
+    small."""
+    numel = math.prod(shape)
+    is_small = -(-numel // num_slices) < UNPADDED_BELOW
+    return ShardLayout((numel,), num_slices, 1 if is_small else shard_multiple(shape, num_slices))
 
 
 def _free(shard: nn.Parameter) -> None:

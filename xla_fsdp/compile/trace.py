@@ -27,6 +27,7 @@ from xla_fsdp.compile.program import (
 from xla_fsdp.compile.seen import Seen, watching
 from xla_fsdp.compile.slots import Slot
 from xla_fsdp.compile.state import PLAIN, State
+from xla_fsdp.optim.traits import params_of
 from xla_fsdp.xla import host, ops, programs
 from xla_fsdp.xla.graph import tensor_id
 
@@ -133,9 +134,8 @@ class Trace:
 
     def _unknown_optimizer(self) -> str:
         for optimizer in self.seen.optimizers.values():
-            params = itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
             # Copies that this package steps to learn what an optimizer does are on the host.
-            if self._own([*params]) and not self._state.has(optimizer):
+            if self._own(params_of(optimizer)) and not self._state.has(optimizer):
                 return (
                     f"the step calls the step of {type(optimizer).__name__}, an optimizer that is "
                     f"not in state="

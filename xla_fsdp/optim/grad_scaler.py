@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.fsdp.engine.registry import known_group
-from xla_fsdp.optim.traits import takes_found_inf
+from xla_fsdp.optim.traits import params_of, takes_found_inf
 from xla_fsdp.xla import ops
 
 
@@ -97,7 +97,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 def _check_steps_after_backward(optimizer: torch.optim.Optimizer) -> None:
     """Raise RuntimeError if a parameter is stepped in backward, before its gradient is unscaled."""
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
+    for param in params_of(optimizer):
         found = known_group(param)
         if found is not None and found.steps_in_backward:
             raise RuntimeError(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.optim.guards import is_guard
+from xla_fsdp.optim.traits import params_of
 
 NOT_SEARCHED = (str, bytes, type, ModuleType, FunctionType, MethodType, nn.Module)
 """The parameters of modules are replaced in these."""
@@ -24,8 +25,7 @@ NOT_SEARCHED = (str, bytes, type, ModuleType, FunctionType, MethodType, nn.Modul
 def held_elsewhere(optimizer: Optimizer) -> str:
     """Return a place other than the ``params`` of groups where ``optimizer`` holds one of its
     parameters, as "self.inner[0]"; an empty string if there is none."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    held = HeldParams({id(param): param for param in params})
+    held = HeldParams({id(param): param for param in params_of(optimizer)})
     held.search(optimizer)
     return next(iter(held.places), "")
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from xla_fsdp.distributed.random_bits import random_bits, salt_of
 from xla_fsdp.fsdp.engine.positional_state import fitting, in_own_order
 from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
-from xla_fsdp.optim.traits import is_elementwise
+from xla_fsdp.optim.traits import is_elementwise, params_of
 from xla_fsdp.xla import ops
 
 # The entry of a parameter's state that holds its master weight.
@@ -164,7 +164,7 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
             ValueError: if ``found_inf`` is given to an optimizer that does not take it.
         """
         result = self._begin_step(closure, found_inf)
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        stepped = [param for param in params_of(self) if param.grad is not None]
         salts = self._salts(stepped)
         for param in stepped:
             self._to_inner(param)
@@ -183,9 +183,8 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
             super().load_state_dict(state_dict)
         for group in self.param_groups if self._rounds else ():
             group.setdefault(ROUNDED_STEPS, 0)  # saved without rounding
-        order = [param for group in self.param_groups for param in group["params"]]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        for param, name in zip(order, names, strict=True):
+        for param, name in zip(params_of(self), names, strict=True):
             for entry, value in state_dict["state"].get(name, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     device = self.state[param][entry].device
@@ -221,13 +220,12 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
     def _take_initial_state(self) -> None:
         """Move state that the inner optimizer created in its constructor to the parameters. Free
         the fp32 values, which the first step copies, as parameters may change before it."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                fp32 = self.surrogate(param)
-                if fp32 in self.inner.state:
-                    self.state[param] = self.inner.state.pop(fp32)
-                if fp32 is not param and MASTER not in self.state.get(param, {}):
-                    _free(fp32)
+        for param in params_of(self):
+            fp32 = self.surrogate(param)
+            if fp32 in self.inner.state:
+                self.state[param] = self.inner.state.pop(fp32)
+            if fp32 is not param and MASTER not in self.state.get(param, {}):
+                _free(fp32)
 
     def _salts(self, params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Return hash inputs for rounding, int32 [1] on the parameters' device, by one upload."""

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.optim.traits import STEPS_SLICES_OF
+from xla_fsdp.optim.traits import STEPS_SLICES_OF, params_of
 from xla_fsdp.xla import ops
 
 MAKERS = (
@@ -68,9 +68,12 @@ def make_state_of(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
 
 def _missing(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters on an XLA device without state."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
     with torch._C.DisableTorchFunctionSubclass():  # no need to ask whether shards may be read
-        return [p for p in params if p.device.type == "xla" and not optimizer.state.get(p)]
+        return [
+            param
+            for param in params_of(optimizer)
+            if param.device.type == "xla" and not optimizer.state.get(param)
+        ]
 
 
 def _fill(optimizer: Optimizer, params: list[Tensor]) -> None:

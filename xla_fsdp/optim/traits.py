@@ -35,6 +35,11 @@ STEPS_SLICES_OF = "steps_slices_of"
 """Attribute of a copy of an optimizer, which steps slices of parameters: the optimizer."""
 
 
+def params_of(optimizer: optim.Optimizer) -> list[Any]:
+    """Return the parameters in the groups of an optimizer, in their order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def device_options(optimizer_class: Callable[..., optim.Optimizer]) -> dict[str, Any]:
     """Return options with which an optimizer's step is traced as one program."""
     # Rprop otherwise selects elements by a mask, and ASGD reads its rate and its counts; both need

@@ -23,7 +23,7 @@ from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
 from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer
-from xla_fsdp.optim.traits import needs_closure
+from xla_fsdp.optim.traits import needs_closure, params_of
 from xla_fsdp.state.optim import same_value
 from xla_fsdp.xla import ops
 
@@ -109,8 +109,7 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         return self._whole[leaf]
 
     def _all(self) -> list[_WholeParams]:
-        params = (param for group in self.param_groups for param in group["params"])
-        return [self._whole_params(param) for param in params]
+        return [self._whole_params(param) for param in params_of(self)]
 
     def _to_inner(self, stepped: Sequence[_WholeParams]) -> None:
         """Give the whole parameters their values, gradients and state."""

@@ -31,7 +31,7 @@ from xla_fsdp.optim.clip_grad import Slices, clip_grads_by_norm_
 from xla_fsdp.optim.initial_state import make_state
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
 from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer
-from xla_fsdp.optim.traits import is_elementwise
+from xla_fsdp.optim.traits import is_elementwise, params_of
 from xla_fsdp.state.full_optim import ShardNames, load_full, to_full
 from xla_fsdp.state.optim import read_optimizer
 from xla_fsdp.xla import ops
@@ -319,8 +319,9 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             return ranks.all_reduce("sum", loss.detach()) / ranks.num_shards
 
     def _with_grad(self) -> list[nn.Parameter]:
-        params = (param for group in self.param_groups for param in group["params"])
-        return [param for param in params if param.requires_grad and param.grad is not None]
+        return [
+            param for param in params_of(self) if param.requires_grad and param.grad is not None
+        ]
 
 
 class _Reduced:

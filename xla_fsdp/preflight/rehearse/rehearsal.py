@@ -387,7 +387,9 @@ class _Seen:
         )
 
     def _keep_grads(self, optimizer: torch.optim.Optimizer) -> None:
-        for param in _params_of(optimizer):
+        from xla_fsdp.optim.traits import params_of
+
+        for param in params_of(optimizer):
             if param.grad is not None:
                 self.grads[id(param)] = param, param.grad.detach().clone()
 
@@ -433,15 +435,12 @@ class _Watch:
         self._note(optimizer)
 
 
-def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def _after_step(loss: Any, seen: _Seen) -> RankStep:
     from xla_fsdp.optim.clip_grad import shared_by
+    from xla_fsdp.optim.traits import params_of
     from xla_fsdp.xla import ops
 
-    params = {id(p): p for each in seen.optimizers.values() for p in _params_of(each)}
+    params = {id(p): p for each in seen.optimizers.values() for p in params_of(each)}
     names = {key: _name(param, number) for number, (key, param) in enumerate(params.items())}
     places = {key: shared_by(param, None) for key, param in params.items()}
     found, digests = _number(loss), {}

@@ -88,13 +88,40 @@ class SurrogateOptimizer(Optimizer, ABC):
     def _options_from_inner(self) -> None:
         _copy_options(self.inner.param_groups, self.param_groups)
 
-    def _begin_step(self, closure: Callable[[], Any] | None, found_inf: Any) -> Any:
-        """Check the arguments of a step, and return what the closure does."""
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        found_inf: Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        """Make one step of the inner optimizer. Where ranks share parameters, all must call it.
+
+        Args:
+            closure: computes loss and gradients again; called once.
+            found_inf: for the optimizers of ``torch_xla.amp.syncfree``: a scalar, not 0 skips the
+                step; the same on every rank, as ``ShardedGradScaler`` makes it.
+            others: given to the ``step`` of the inner optimizer.
+
+        Returns:
+            The closure's result.
+
+        Raises:
+            ValueError: if ``found_inf`` is given to an optimizer that does not take it, or if
+                flattened parameters have state of another shape than their own.
+        """
         self._check_found_inf(found_inf)
-        if not closure:  # callers of torch's own ZeRO pass 0, too
-            return None
-        with torch.enable_grad():
-            return closure()
+        result = None
+        if closure:  # callers of torch's own ZeRO pass 0, too
+            with torch.enable_grad():
+                result = closure()
+        self._step_surrogates(found_inf, others)
+        return result
+
+    @abstractmethod
+    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+        """Give the surrogates values and gradients, ``_step_inner``, and take the results."""
 
     def _step_inner(self, found_inf: Any, others: dict[str, Any]) -> None:
         self._options_to_inner()
@@ -134,6 +161,12 @@ class OwnParts:
             return value
         axis = self._axes.setdefault(placement.mesh, AxisComm(placement.mesh))
         return axis.own_slice(value, placement.dim)
+
+
+def free(surrogate: nn.Parameter) -> None:
+    """Free value and gradient of a surrogate."""
+    surrogate.grad = None
+    surrogate.data = surrogate.new_empty(0)
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
-from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer
+from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer, free
 from xla_fsdp.optim.traits import needs_closure, params_of
 from xla_fsdp.state.optim import same_value
 from xla_fsdp.xla import ops
@@ -66,30 +66,7 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         """Return the whole parameters of a shard or stack; ``param`` if it is whole."""
         return self._whole_params(param).params
 
-    @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        found_inf: Tensor | None = None,
-        **others: Any,
-    ) -> Any:
-        """Make one step of ``optimizer_class`` on whole parameters. Every rank must call it.
-
-        Args:
-            closure: computes loss and gradients again; called once.
-            found_inf: for the optimizers of ``torch_xla.amp.syncfree``: a scalar, not 0 skips the
-                step.
-            others: given to the ``step`` of ``optimizer_class``.
-
-        Returns:
-            The closure's result.
-
-        Raises:
-            ValueError: if ``found_inf`` is given to an optimizer that does not take it, or if
-                flattened parameters have state of another shape than their own.
-        """
-        result = self._begin_step(closure, found_inf)
+    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
         stepped = [each for each in self._all() if each.leaf.grad is not None]
         try:
             self._to_inner(stepped)
@@ -101,7 +78,6 @@ class WholeParameterOptimizer(SurrogateOptimizer):
                 each.free()
                 for param in each.params:
                     self.inner.state.pop(param, None)
-        return result
 
     def _whole_params(self, leaf: nn.Parameter) -> _WholeParams:
         if leaf not in self._whole:
@@ -177,8 +153,7 @@ class _WholeParams:
     def free(self) -> None:
         """Free values and gradients."""
         for param in () if self.sharding.is_whole else self.params:
-            param.grad = None
-            param.data = param.new_empty(0)
+            free(param)
 
     # ------------------------------------------------------------ state
 

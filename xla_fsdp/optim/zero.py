@@ -30,7 +30,7 @@ from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.optim.clip_grad import Slices, clip_grads_by_norm_
 from xla_fsdp.optim.initial_state import make_state
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
-from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer
+from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer, free
 from xla_fsdp.optim.traits import is_elementwise, params_of
 from xla_fsdp.state.full_optim import ShardNames, load_full, to_full
 from xla_fsdp.state.optim import read_optimizer
@@ -165,20 +165,13 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             RuntimeError: if gradients changed after clipping had reduced them.
             ValueError: if ``found_inf`` is given to an optimizer that does not take it.
         """
+        if not closure or self.is_sliced:
+            return super().step(closure, found_inf=found_inf, **others)
         self._check_found_inf(found_inf)
-        if closure and not self.is_sliced:
-            self._options_to_inner()
-            loss: Any = self.inner.step(lambda: self._averaged_closure(closure), **others)
-            self._options_from_inner()
-            return loss
-        result = self._begin_step(closure, found_inf)
-        reduced = self._reduce(strict=True)
-        if self.is_sliced:
-            self._step_slices(reduced, found_inf, others)
-        else:
-            self._step_inner(found_inf, others)
-        self._reduced = None
-        return result
+        self._options_to_inner()
+        loss: Any = self.inner.step(lambda: self._averaged_closure(closure), **others)
+        self._options_from_inner()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and those that clipping has reduced."""
@@ -296,6 +289,14 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             for grad, mean in zip(grads, means, strict=True):
                 grad.copy_(mean)
         return grads
+
+    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+        reduced = self._reduce(strict=True)
+        if self.is_sliced:
+            self._step_slices(reduced, found_inf, others)
+        else:
+            self._step_inner(found_inf, others)
+        self._reduced = None
 
     def _step_slices(
         self, reduced: _Reduced, found_inf: Tensor | None, others: dict[str, Any]
@@ -436,12 +437,12 @@ class ParamSlices:
             yield
         finally:
             for param in params:
-                _free(self.of(param))
+                free(self.of(param))
 
     def free(self) -> None:
         """Free the values of all slices."""
         for each in self._sharded.values():
-            _free(each.leaf)
+            free(each.leaf)
 
     def group_of(self, params: Sequence[nn.Parameter]) -> FSDPParamGroup:
         sharded = [self._sharded[param] for param in params]
@@ -470,11 +471,6 @@ def slice_layout(shape: Sequence[int], num_slices: int) -> ShardLayout:
     numel = math.prod(shape)
     is_small = -(-numel // num_slices) < UNPADDED_BELOW
     return ShardLayout((numel,), num_slices, 1 if is_small else shard_multiple(shape, num_slices))
-
-
-def _free(shard: nn.Parameter) -> None:
-    shard.grad = None
-    shard.data = shard.new_empty(0)
 
 
 def _slice_info(slices: ParamSlices) -> dict[str, Any]:

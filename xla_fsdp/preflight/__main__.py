@@ -168,11 +168,13 @@ def _gib(word: str) -> float:
     raise argparse.ArgumentTypeError(f"{word!r} is no size in GiB, more than 0")
 
 
+def _given(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> list[str]:
+    return [f"--{each}" for each in names if getattr(options, each) != parser.get_default(each)]
+
+
 def _check_compiles_nothing(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Raise ValueError for options of reports and of the TPU compiler."""
-    names = ("json", "html", "max_host_mem", "cache_dir", "flags")
-    given = [f"--{each}" for each in names if getattr(options, each) != parser.get_default(each)]
-    if given:
+    if given := _given(parser, options, "json", "html", "max_host_mem", "cache_dir", "flags"):
         raise ValueError(
             f"--run makes steps, and neither compiles for a TPU nor writes a report; leave out "
             f"{', '.join(given)}"
@@ -181,8 +183,7 @@ def _check_compiles_nothing(parser: argparse.ArgumentParser, options: argparse.N
 
 def _check_tuning(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Raise ValueError for options of a search without one, and the other way around."""
-    names = ("budget", "recipe_file", "depth", "jobs")
-    given = [f"--{each}" for each in names if getattr(options, each) != parser.get_default(each)]
+    given = _given(parser, options, "budget", "recipe_file", "depth", "jobs")
     if given and not options.tune:
         raise ValueError(f"{', '.join(given)}: these are of a search; add --tune")
     if options.tune and options.run:

@@ -148,6 +148,19 @@ def check_installed() -> None:
         )
 
 
+def available_memory() -> int:
+    """Return the bytes of memory that this process may still take."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    [free] = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - used)
+
+
 # ---------------------------------------------------------------- the cache
 
 

@@ -14,11 +14,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xla_fsdp.preflight.api import check_options, describe_options, mesh_on
-from xla_fsdp.preflight.compile.compiler import check_installed
+from xla_fsdp.preflight.compile.compiler import available_memory, check_installed
 from xla_fsdp.preflight.read.report import options_text
 from xla_fsdp.preflight.rehearse.virtual_chips import QUICK_COMPILE, VirtualChips
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
@@ -289,19 +288,6 @@ def _held_bytes(traced: Traced, num_ranks: int) -> int:
         * num_ranks
         * max(sum(each.nbytes for each in program.inputs) for program in traced.programs)
     )
-
-
-def available_memory() -> int:
-    """Return the bytes of memory that this process may still take."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    [free] = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, int(limit) - used)
 
 
 def _duration(seconds: float) -> str:

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from xla_fsdp.preflight.api import compiled_report, traced_on
-from xla_fsdp.preflight.compile.compiler import CompileError
+from xla_fsdp.preflight.compile.compiler import CompileError, available_memory
 from xla_fsdp.preflight.read.report import Report
 from xla_fsdp.preflight.search.candidates import Way, data_ranks, recipe_text
 from xla_fsdp.preflight.topologies import Topology
@@ -23,8 +23,6 @@ from xla_fsdp.preflight.trace.program import Traced
 
 CPUS = 2
 """That a compilation keeps busy."""
-
-_MEMORY_INFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -167,21 +165,13 @@ class Trials:
 
 def jobs_that_fit(max_host_mem: int) -> int:
     """Return how many compilations of so many bytes this machine can do at once, at least 1."""
-    by_memory = _available_bytes() // max_host_mem
+    by_memory = available_memory() // max_host_mem
     return max(1, min(by_memory, (os.cpu_count() or 1) // CPUS))
 
 
 def samples_per_second(way: Way, batch: int, seconds: float, num_ranks: int) -> float:
     """Return samples per second of all ranks."""
     return batch * data_ranks(way.recipe, num_ranks) / seconds if seconds else 0.0
-
-
-def _available_bytes() -> int:
-    for line in _MEMORY_INFO.read_text().splitlines():
-        name, _, size = line.partition(":")
-        if name == "MemAvailable":
-            return int(size.split()[0]) * 1024
-    return 0
 
 
 def _name(trial: Trial) -> str:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -164,7 +164,7 @@ class Run:
             self._at_gate[rank] = Arrival(time.monotonic(), tuple(self._traced[rank]))
             self.forget(rank)
             if self.finished:
-                self._fail_early_return()
+                self._fail_early_return(self._at_gate, self._purpose_of_gate())
             elif len(self._at_gate) == self.num_ranks:
                 self._open_gate()
             self._changed.wait_for(lambda: self._gates_opened > opened_before or self.failures)
@@ -221,11 +221,7 @@ class Run:
         if self.set_up is None:
             return
         with self._changed:
-            self._changed.wait_for(
-                lambda: (self._starting, self._exclusive_rank) == (rank, None) or self.failures
-            )
-            if self.failures:
-                raise Unwind
+            self._await(lambda: (self._starting, self._exclusive_rank) == (rank, None))
             self._exclusive_rank, self._has_seeded = rank, True
         self.set_up(rank)
 
@@ -234,9 +230,7 @@ class Run:
         self.end_seeding(rank)
         if self._starting < self.num_ranks and self._exclusive_rank != rank:
             with self._changed:
-                self._changed.wait_for(lambda: self._starting == self.num_ranks or self.failures)
-            if self.failures:
-                raise Unwind
+                self._await(lambda: self._starting == self.num_ranks)
 
     def begin_seeding(self, rank: int) -> None:
         """Reserve the process, with its random number generators, for ``rank``.
@@ -290,10 +284,14 @@ class Run:
                 self._changed.notify_all()
 
     def _exclude_others(self, rank: int) -> None:
-        self._changed.wait_for(lambda: self._exclusive_rank in (None, rank) or self.failures)
+        self._await(lambda: self._exclusive_rank in (None, rank))
+        self._exclusive_rank = rank
+
+    def _await(self, holds: Callable[[], bool]) -> None:
+        """Wait, with ``_changed`` held, until a condition holds; raise Unwind if the run fails."""
+        self._changed.wait_for(lambda: holds() or self.failures)
         if self.failures:
             raise Unwind
-        self._exclusive_rank = rank
 
     # ------------------------------------------------------------ how a run ends
 
@@ -309,7 +307,7 @@ class Run:
         with self._changed:
             self.finished.add(rank)
             if self._at_gate and not self.failures:
-                self._fail_early_return()
+                self._fail_early_return(self._at_gate, self._purpose_of_gate())
             if len(self.finished) == self.num_ranks and not self.failures:
                 self._compare_models()
             self._changed.notify_all()
@@ -322,14 +320,16 @@ class Run:
         if all(own == names[0] for own in names) and (difference := first_difference(facts)):
             self.fail(difference)
 
-    def _fail_early_return(self) -> None:
-        left, waiting = sorted(self.finished), sorted(self._at_gate)
-        collective = self._at_gate[waiting[0]].collectives[0]
+    def _purpose_of_gate(self) -> str:
+        return f"in torch_xla.sync() to run {self._at_gate[min(self._at_gate)].collectives[0]}"
+
+    def _fail_early_return(self, waiting: Iterable[int], purpose: str) -> None:
+        left = sorted(self.finished)
         self.fail(
             Failure(
                 left[0],
-                f"ranks {waiting} wait in torch_xla.sync() to run {collective}, but ranks "
-                f"{left} have already returned. Every rank must take the same number of steps "
+                f"ranks {sorted(waiting)} wait {purpose}, but ranks {left} have already returned. "
+                f"Every rank must take the same number of steps "
                 f"and call the same collectives; look for {MORE_BATCHES}, an early return, or a "
                 f"call for all ranks {ALL_RANKS}.",
             )

@@ -188,8 +188,6 @@ class Mesh:
             index = index * self.layout.shape[dim] + at[dim]
         return index
 
-    place = local_rank  # its former name
-
     def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
         """Return the mesh of some axes: ``mesh["shard"]``, ``mesh["replica", "shard"]``.
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.xla import ops
+from xla_fsdp.xla.graph import tensor_id
 
 
 class LostTensor(Tensor):
@@ -98,7 +99,7 @@ class TracedTensors(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.changed: list[Tensor] = []  # from outside; once the trace has ended
-        self._first = _number(xb.create_placeholder_tensor((), torch.float32))
+        self._first = tensor_id(xb.create_placeholder_tensor((), torch.float32))
         # By id. Kept until the trace ends: autograd's threads drop others while they are looked at.
         self._made: dict[int, Tensor] = {}
         self._unpacked: list[Tensor] = []
@@ -223,13 +224,8 @@ def _lose_traced(tensors: Sequence[Tensor]) -> None:
                     _lose(each)
 
 
-def _number(tensor: Tensor) -> int:
-    """Return a number that grows with each tensor that torch_xla makes."""
-    return int(torch_xla._XLAC._xla_get_tensor_id(tensor))
-
-
 def _is_since(tensor: Tensor, first: int) -> bool:
-    return tensor.device.type == "xla" and _number(tensor) >= first
+    return tensor.device.type == "xla" and tensor_id(tensor) >= first
 
 
 def _depends_on_placeholders(tensor: Tensor) -> bool:

@@ -10,7 +10,6 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch_xla
 from torch import Tensor
 
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.graph import buffer_id, tensor_id
+from xla_fsdp.xla.graph import buffer_id, inputs_of, tensor_id
 from xla_fsdp.xla.host import copies
 
 # How the random number state changes in torch_xla: when a sync ends a step, and for each drawing of
@@ -36,35 +35,6 @@ CACHE_SIZE = 2048  # of torch_xla, unless XLA_COMPILATION_CACHE_SIZE says anothe
 
 class ProgramGoneError(Exception):
     """torch_xla no longer has a program."""
-
-
-@dataclass(frozen=True)
-class ProgramInputs:
-    """The inputs of a traced program, in order.
-
-    Args:
-        values: a tensor for each, which holds its buffer.
-        buffers: numbers that identify the buffers, as ``graph.buffer_id``.
-        tensors: ``graph.tensor_id`` of the tensor that brought each in; -1 of numbers.
-        seeds: positions of random number states.
-    """
-
-    values: list[Tensor]
-    buffers: list[int]
-    tensors: list[int]
-    seeds: list[int]
-
-
-def inputs_of(outputs: Sequence[Tensor]) -> ProgramInputs:
-    """Return the inputs of the program that computes ``outputs``."""
-    ids, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(outputs))
-    seed = torch_xla._XLAC._get_seed_info_id()
-    return ProgramInputs(
-        list(values),
-        list(torch_xla._XLAC._get_tensors_handle(values)),
-        list(ids),
-        [position for position, each in enumerate(ids) if each == seed],
-    )
 
 
 def holders_of(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from xla_fsdp.distributed.garbage import only_new_objects_collected
 from xla_fsdp.distributed.turns import TurnRun
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.fake_rank import AbsentTpu
-from xla_fsdp.xla.graph import input_buffers, program_key, program_of, tensor_id
+from xla_fsdp.xla.graph import inputs_of, program_key, program_of, tensor_id
 from xla_fsdp.xla.host import copies
 from xla_fsdp.xla.programs import next_seed
 
@@ -145,7 +145,7 @@ class VirtualRanks(AbsentTpu):
         numbers = [tensor_id(each) for each in tensors]  # before some are replaced
         pending = dict(zip(numbers, tensors, strict=True))
         results = [pending[each] for each in sorted(pending)]  # in the order of their making
-        inputs = [value for _, value in input_buffers(results)]
+        inputs = inputs_of(results).values
         outputs = self._execute_on(rank, self._program(rank, results), inputs)
         computed = dict(zip(sorted(pending), outputs, strict=True))
         for number, each in zip(numbers, tensors, strict=True):

@@ -48,7 +48,7 @@ from xla_fsdp.xla import ops
 from xla_fsdp.xla.fake_rank import ZeroPages, fake_rank
 from xla_fsdp.xla.graph import (
     buffer_id,
-    input_buffers,
+    inputs_of,
     lowered_hlo,
     program_of,
     tensor_id,
@@ -235,8 +235,8 @@ class Recorder:
 
     def _program(self, pending: list[Tensor], live: list[Tensor]) -> Program:
         roles = {buffer: role for _, buffer, role in self._before.values()}
-        buffers = input_buffers(pending)
-        input_of = {buffer: index for index, (buffer, _) in enumerate(buffers)}
+        found = inputs_of(pending)
+        input_of = {buffer: index for index, buffer in enumerate(found.buffers)}
         aliases = []
         for output, tensor in enumerate(pending):
             before, buffer, _ = self._before.get(id(tensor), (None, -1, DATA))
@@ -244,7 +244,7 @@ class Recorder:
                 aliases.append((input_of[buffer], output))
         inputs = tuple(
             Input(roles.get(buffer, DATA), value.numel() * value.element_size())
-            for buffer, value in buffers
+            for buffer, value in zip(found.buffers, found.values, strict=True)
         )
         named = Module(lowered_hlo(pending))
         hlo = without_metadata(program_of(pending))  # lines of source, too: the cache has it

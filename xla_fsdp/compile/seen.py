@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from xla_fsdp.compile.host_numbers import HostNumbers, plain
-from xla_fsdp.optim.traits import STEPS_SLICES_OF
+from xla_fsdp.optim.traits import STEPS_SLICES_OF, StepWatch
 from xla_fsdp.xla import hooks, ops, torch_xla
 from xla_fsdp.xla.graph import tensor_id
 from xla_fsdp.xla.programs import buffers_of
@@ -290,16 +290,13 @@ def _watched_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-class _OptimizerWatch:
-    only_watches = True
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        seen = hooks.current_reader()
-        if isinstance(seen, Seen) and STEPS_SLICES_OF not in vars(optimizer):
-            seen.optimizers.setdefault(id(optimizer), optimizer)
+def _note_optimizer(optimizer: Optimizer) -> None:
+    seen = hooks.current_reader()
+    if isinstance(seen, Seen) and STEPS_SLICES_OF not in vars(optimizer):
+        seen.optimizers.setdefault(id(optimizer), optimizer)
 
 
-register_optimizer_step_pre_hook(_OptimizerWatch())
+register_optimizer_step_pre_hook(StepWatch(_note_optimizer))
 
 
 @contextlib.contextmanager

@@ -37,8 +37,14 @@ from xla_fsdp.fsdp.engine.registry import (
 )
 from xla_fsdp.fsdp.engine.shard_tensor import is_part, is_sharded
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
-from xla_fsdp.optim.initial_state import MakesState
-from xla_fsdp.optim.traits import acts_elementwise, needs_closure, params_of, steps_elementwise
+from xla_fsdp.optim.initial_state import make_missing_states
+from xla_fsdp.optim.traits import (
+    StepWatch,
+    acts_elementwise,
+    needs_closure,
+    params_of,
+    steps_elementwise,
+)
 from xla_fsdp.state import save_guards
 from xla_fsdp.xla import ops
 
@@ -54,16 +60,16 @@ class _OptimizerGuard:
         """Check all optimizers from now on; return whether that is new."""
         is_new, self._is_registered = not self._is_registered, True
         if is_new:
-            MakesState.register()
-            register_optimizer_step_pre_hook(self)
-            register_optimizer_step_post_hook(_AfterStep())
+            make_missing_states()
+            register_optimizer_step_pre_hook(StepWatch(self._before_step))
+            register_optimizer_step_post_hook(StepWatch(lambda optimizer: end_step()))
         return is_new
 
     def forget(self) -> None:
         """Check every optimizer again, as a new unit may have replaced its parameters."""
         self._num_checked.clear()
 
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         self._check(optimizer)
         _refuse_partial_stacks(optimizer)
         forget_order(optimizer)
@@ -78,13 +84,6 @@ class _OptimizerGuard:
         _refuse_empty_groups(optimizer)
         _warn_unless_elementwise(optimizer)
         self._num_checked[optimizer] = count
-
-
-class _AfterStep:
-    """Ends what ``_OptimizerGuard`` begins with each step."""
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        end_step()
 
 
 # Process-wide, not by rank, as are the functions that are replaced.
@@ -117,11 +116,6 @@ def _warn_of_gather() -> None:
         "xla_fsdp.distributed.all_gather(x, dim), whose backward sums them",
         stacklevel=5,  # the caller of all_gather, which calls an autograd function
     )
-
-
-def is_guard(hook: Any) -> bool:
-    """Return whether a global hook of optimizer steps is this module's guard, or only watches."""
-    return isinstance(hook, _OptimizerGuard | _AfterStep) or hasattr(hook, "only_watches")
 
 
 def _guard(name: str, instead: Callable[[list[Tensor]], Callable[..., Any] | None]) -> None:

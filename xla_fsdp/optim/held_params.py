@@ -15,10 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.optim.guards import is_guard
-from xla_fsdp.optim.traits import params_of
+from xla_fsdp.optim.traits import StepWatch, params_of
 
-NOT_SEARCHED = (str, bytes, type, ModuleType, FunctionType, MethodType, nn.Module)
+NOT_SEARCHED = (str, bytes, type, ModuleType, FunctionType, MethodType, nn.Module, StepWatch)
 """The parameters of modules are replaced in these."""
 
 
@@ -72,7 +71,7 @@ class HeldParams:
             return self._new_tensor(value, place, is_own=is_own)
         if isinstance(value, int) and value in self._new:
             self.problems.append(f"{place} (the id of a parameter)")
-        if isinstance(value, NOT_SEARCHED) or is_guard(value):
+        if isinstance(value, NOT_SEARCHED):
             return value
         if id(value) not in self._seen:
             self._seen[id(value)] = value  # what is inside may hold it

@@ -26,12 +26,12 @@ from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.scopes import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.optim.guards import is_guard
 from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.initial_state import make_state_of
 from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
 from xla_fsdp.optim.traits import (
     STEPS_SLICES_OF,
+    StepWatch,
     device_options,
     needs_closure,
     params_of,
@@ -206,20 +206,15 @@ class StepInBackward:
 
 
 class _StepsSinceStep:
-    """The parameters that were stepped in backward since the user's last ``optimizer.step()``.
-
-    Called as a hook on the optimizer's steps.
-    """
-
-    only_watches = True  # loops may step slices
+    """The parameters that were stepped in backward since the user's last ``optimizer.step()``."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._passes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._is_watching = True
-        self.hook = optimizer.register_step_pre_hook(self)
+        self.hook = optimizer.register_step_pre_hook(StepWatch(self._before_step))
 
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         if self._is_watching and optimizer is self._optimizer():  # no copy that steps slices
             self._passes = WeakTensorKeyDictionary()
 
@@ -393,7 +388,7 @@ def _steps_slices_alike(optimizer: Optimizer) -> bool:
     return (
         steps_elementwise(optimizer)
         and not hasattr(optimizer, "inner")
-        and all(map(is_guard, hooks))
+        and all(isinstance(hook, StepWatch) for hook in hooks)
         and all(group[name] == value for group in optimizer.param_groups for name, value in wanted)
         and (own_step is None or getattr(own_step, "_wrapped_by_lr_sched", False))
         and not held_elsewhere(optimizer)

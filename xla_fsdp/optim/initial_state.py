@@ -8,10 +8,10 @@ before, both are one program.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.optim.traits import STEPS_SLICES_OF, params_of
+from xla_fsdp.optim.traits import STEPS_SLICES_OF, StepWatch, params_of
 from xla_fsdp.xla import ops
 
 MAKERS = (
@@ -168,20 +168,12 @@ class _Filled:
         return self._made[key]
 
 
-class MakesState:
-    """A hook that makes the state of parameters that are about to be stepped the first time: those
-    without a gradient have none, as without it."""
+@functools.cache
+def make_missing_states() -> RemovableHandle:
+    """Make, before the steps of all optimizers of the process from now on, the state of parameters
+    that are stepped the first time: those without a gradient have none, as without it."""
 
-    only_watches = True  # loops may step slices
-    _registering = Lock()
-    _registered: RemovableHandle | None = None
-
-    @classmethod
-    def register(cls) -> None:
-        """Run before the steps of all optimizers of the process from now on."""
-        with cls._registering:
-            if cls._registered is None:
-                cls._registered = register_optimizer_step_pre_hook(cls())
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(optimizer: Optimizer) -> None:
         _fill(optimizer, [param for param in _missing(optimizer) if param.grad is not None])
+
+    return register_optimizer_step_pre_hook(StepWatch(before_step))

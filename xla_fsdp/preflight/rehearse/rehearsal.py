@@ -386,6 +386,7 @@ def _watched() -> Iterator[_Seen]:
     block."""
     from torch.optim import optimizer as hooks
 
+    from xla_fsdp.optim.traits import StepWatch
     from xla_fsdp.xla import ops
 
     seen, device = _Seen(), ops.device()
@@ -399,26 +400,14 @@ def _watched() -> Iterator[_Seen]:
             seen.after()
 
     handles = [
-        hooks.register_optimizer_step_pre_hook(_Watch(before)),
-        hooks.register_optimizer_step_post_hook(_Watch(after)),
+        hooks.register_optimizer_step_pre_hook(StepWatch(before)),
+        hooks.register_optimizer_step_post_hook(StepWatch(after)),
     ]
     try:
         yield seen
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Watch:
-    """A hook that changes nothing, so that steps in backward are as without it."""
-
-    only_watches = True
-
-    def __init__(self, note: Callable[[torch.optim.Optimizer], None]) -> None:
-        self._note = note
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._note(optimizer)
 
 
 def _after_step(loss: Any, seen: _Seen) -> RankStep:

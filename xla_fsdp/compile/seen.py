@@ -185,8 +185,8 @@ class Seen(TorchFunctionMode):
                 self._tensors.pop(id(value), None)
                 self._tensors[id(value)] = weakref.ref(value)
                 # What stands for an input of a loop's body is no tensor of the device.
-                if torch._is_functional_tensor(value):
-                    self._note_age(value, place)
+                if torch._is_functional_tensor(value) and self.is_older(tensor_id(value)):
+                    self._entered.append((self._tensors[id(value)], place))
         elif isinstance(value, bool):
             return False
         elif isinstance(value, int | float):
@@ -197,10 +197,6 @@ class Seen(TorchFunctionMode):
         elif isinstance(value, dict):
             return self._note(list(value.values()), place)
         return False
-
-    def _note_age(self, value: Tensor, place: Place) -> None:
-        if self.is_older(tensor_id(value)):
-            self._entered.append((self._tensors[id(value)], place))
 
     # ------------------------------------------------------------ a Reader
 

@@ -530,7 +530,7 @@ class _Builder:
         found: list[Reference] = []
         for tensor in group:
             for number in self._holders.get(id(tensor), ()):
-                if tensor is not self._tensors.get(self._where(number)):
+                if tensor is not self._tensors.get(self.slots[number].where):
                     self.new.add(number)
                     if tensor.requires_grad:
                         self.problem = _replaced(self._labels[number], tensor)
@@ -576,9 +576,6 @@ class _Builder:
                     if goal[0] == "argument" or goal[1] not in self.new:
                         return goal
         return None
-
-    def _where(self, number: int) -> Any:
-        return self.slots[number].where
 
     def _named(self, reference: Reference) -> Reference:
         if reference[0] == "slot":

@@ -139,7 +139,7 @@ def launch(
             _launch_processes(listening, tuple(args), wanted, start_method)
         return []
     count = wanted or _default_num_ranks()
-    if wanted is None and not _number_is_set():
+    if wanted is None and not any(map(os.environ.get, NUMBER_VARIABLES)):
         _say(ONE_RANK)
     if compile_cache is not None:
         _say(NO_CACHE)
@@ -230,10 +230,6 @@ def _checked(num_ranks: Any, name: str) -> int:
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
         raise ValueError(f"{name}={num_ranks!r}; expected a whole number of ranks, 1 or more")
     return num_ranks
-
-
-def _number_is_set() -> bool:
-    return any(os.environ.get(name) for name in NUMBER_VARIABLES)
 
 
 def _default_num_ranks() -> int:

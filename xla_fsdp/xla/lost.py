@@ -79,9 +79,6 @@ class _Outside(NamedTuple):
     version: int
     values: Tensor  # a copy
 
-    def was_changed(self) -> bool:
-        return self.tensor._version != self.version or _depends_on_placeholders(self.tensor)
-
 
 class TracedTensors(TorchFunctionMode):
     """Lets nothing depend on placeholders once a trace has ended.
@@ -134,7 +131,8 @@ class TracedTensors(TorchFunctionMode):
             key = id(tensor)
             if key in self._outside:  # also if it has been changed in place
                 continue
-            if key in self._made or _is_since(tensor, self._first):
+            is_since = tensor.device.type == "xla" and tensor_id(tensor) >= self._first
+            if key in self._made or is_since:
                 self._made[key] = tensor
                 self._hook(tensor)
             else:
@@ -190,7 +188,11 @@ def _can_be_changed(tensor: Tensor) -> bool:
 
 def _restore(outside: Iterable[_Outside]) -> list[Tensor]:
     """Give those that were changed in place their values back, and return them."""
-    changed = [each for each in outside if each.was_changed()]
+    changed = [
+        each
+        for each in outside
+        if each.tensor._version != each.version or _depends_on_placeholders(each.tensor)
+    ]
     with torch.no_grad():
         for each in changed:
             each.tensor.copy_(each.values)
@@ -222,10 +224,6 @@ def _lose_traced(tensors: Sequence[Tensor]) -> None:
             for each in (tensor,) if grad is None else (tensor, grad):
                 if _depends_on_placeholders(each):
                     _lose(each)
-
-
-def _is_since(tensor: Tensor, first: int) -> bool:
-    return tensor.device.type == "xla" and tensor_id(tensor) >= first
 
 
 def _depends_on_placeholders(tensor: Tensor) -> bool:

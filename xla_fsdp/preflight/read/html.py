@@ -103,19 +103,19 @@ def page(
         about: of ``about_run``.
     """
     verdicts = [{"fits": "yes" if each.fits else "no"} for each in reports]
+    lost = (
+        f'<p><span class="no">{escape(each.run)}</span>: {escape(each.error)}</p>'
+        for each in failed
+    )
     legend = _legend((label, _COLORS[name]) for name, label in PARTS.items())
     return _document(
         f'<p class="note">One training step per rank, as the TPU compiler makes it.</p>'
-        f"{''.join(map(_failure, failed))}"
+        f"{''.join(lost)}"
         f"{_table('', HEADINGS, map(cells, reports), verdicts)}"
         f"<h2>Memory against the chip's capacity</h2>{legend}{_memory_bars(reports)}"
         f"{''.join(map(_section, reports))}",
         about,
     )
-
-
-def _failure(failed: Failed) -> str:
-    return f'<p><span class="no">{escape(failed.run)}</span>: {escape(failed.error)}</p>'
 
 
 def tuned_page(tuned: Tuned, about: Mapping[str, str] | None = None) -> str:

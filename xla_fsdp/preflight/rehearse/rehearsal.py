@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xla_fsdp.distributed.mesh import Mesh
-    from xla_fsdp.preflight.trace.program import Traced
 
 PLAIN = "plain"
 """The keyword of ``build_step`` that asks for the plain model."""
@@ -263,9 +262,10 @@ def _needs(
     started = time.monotonic()
     largest = max(chips.memory(program.hlo, slice_.num_ranks) for program in traced.programs)
     compiling = time.monotonic() - started
+    held = max(sum(each.nbytes for each in program.inputs) for program in traced.programs)
     flops = REMAT * traced.model_flops / chips.flops_per_second()
     return Needs(
-        memory=largest + _held_bytes(traced, slice_.num_ranks) + OVERHEAD,
+        memory=largest + 2 * slice_.num_ranks * held + OVERHEAD,  # held, and on their way
         available=available_memory(),
         compile_seconds=compiling,
         step_seconds=slice_.num_ranks * (traced.seconds + flops),
@@ -279,15 +279,6 @@ def check_fits(topology: str, needs: Needs, steps: int) -> None:
             f"{steps} step(s) on {topology}: {needs.text(steps)}: that does not fit. Take a "
             f"smaller model, batch or slice; how ranks communicate does not depend on their size"
         )
-
-
-def _held_bytes(traced: Traced, num_ranks: int) -> int:
-    """Return the bytes of the values that ranks hold between programs, and on their way."""
-    return (
-        2
-        * num_ranks
-        * max(sum(each.nbytes for each in program.inputs) for program in traced.programs)
-    )
 
 
 def _duration(seconds: float) -> str:
@@ -429,7 +420,8 @@ def _after_step(loss: Any, seen: _Seen) -> RankStep:
         digests[names[key], place] = _digest(value)
         if not _is_finite(value):
             not_finite.append(names[key])
-    for count in _step_counts(seen):
+    states = [state for each in seen.optimizers.values() for state in each.state.values()]
+    for count in sorted({float(state["step"]) for state in states if "step" in state}):
         digests["the optimizer's number of steps", ()] = str(count)
     squares = seen.squared_norm(
         lambda param: math.prod(each.num_shards for each in places[id(param)]) / ops.world_size()
@@ -453,11 +445,6 @@ def _digest(value: Tensor) -> str:
 
 def _is_finite(value: Tensor) -> bool:
     return not value.is_floating_point() or bool(value.isfinite().all())
-
-
-def _step_counts(seen: _Seen) -> list[float]:
-    states = [s for each in seen.optimizers.values() for s in each.state.values()]
-    return sorted({float(state["step"]) for state in states if "step" in state})
 
 
 def _number(value: Any) -> float | None:

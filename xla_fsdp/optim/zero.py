@@ -195,11 +195,11 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         Raises:
             ValueError: if ``norm_type`` is not positive.
         """
-        grads, device = self._reduce().grads, ops.device()
+        grads = self._reduce().grads
         if self.is_sliced:
             sliced = [Slices(grads, [self.slices.collectives])]
-            return clip_grads_by_norm_(sliced, [], max_norm, norm_type, device)
-        norm = clip_grads_by_norm_([], grads, max_norm, norm_type, device)
+            return clip_grads_by_norm_(sliced, [], max_norm, norm_type)
+        norm = clip_grads_by_norm_([], grads, max_norm, norm_type)
         # Scaling changed the parameters' own gradients; note the versions that step may use.
         self._reduced = _Reduced(self._with_grad(), grads)
         return norm

@@ -33,17 +33,13 @@ def copy_to_parallel(x: Tensor, axis: AxisComm) -> Tensor:
     return Mapping.apply(x, Tensor.clone, axis.all_reduce)
 
 
-def gather_to_parallel(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """Sharded to the input of a parallel layer. Forward: all-gather. Backward: reduce-scatter."""
+def gather_to_parallel(
+    x: Tensor, axis: AxisComm, dim: int, gathered: Tensor | None = None
+) -> Tensor:
+    """Sharded to the input of a parallel layer. Forward: all-gather, or copy of ``gathered`` if it
+    has been gathered already. Backward: reduce-scatter."""
     gather, scatter = partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim)
-    return Mapping.apply(x, gather, scatter)
-
-
-def regather_to_parallel(x: Tensor, gathered: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """``gather_to_parallel`` of an ``x`` that has been gathered already. Forward: copy of
-    ``gathered``. Backward: reduce-scatter into the gradient of ``x``."""
-    gather, scatter = partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim)
-    return Mapping.apply(x, gather, scatter, gathered.detach())
+    return Mapping.apply(x, gather, scatter, None if gathered is None else gathered.detach())
 
 
 def all_reduce(x: Tensor, axis: AxisComm) -> Tensor:
@@ -146,7 +142,7 @@ def parallel_input(x: Tensor, old: Placement, axis: AxisComm, what: str) -> Tens
         return x
     shard, dim, key, version = _gathered_from.get(x, (None, 0, None, 0))
     if (key, version) == (axis.key, x._version):
-        again = partial(regather_to_parallel, shard, x, axis, dim)
+        again = partial(gather_to_parallel, shard, axis, dim, gathered=x)
         return _made_once(x, (axis.key, "regathered"), again)
     return _made_once(x, (axis.key, "copied"), lambda: copy_to_parallel(x, axis))
 

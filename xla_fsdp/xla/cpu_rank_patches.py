@@ -456,11 +456,12 @@ class _CpuCollectives:
         }
         self._gather = self._ordered(functools.partial(xm.all_gather, **how))
         self._scatter = self._ordered(functools.partial(xm.reduce_scatter, **how))
+        self._exchange = self._ordered(xm.all_to_all)
 
     def install(self) -> None:
-        for name in ("all_gather", "reduce_scatter", "all_reduce", "collective_permute"):
+        names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
+        for name in names:
             setattr(xm, name, self._replaced(getattr(xm, name), getattr(self, name)))
-        xm.all_to_all = self._recorded("all_to_all", self._ordered(xm.all_to_all))
 
     def _ordered(self, collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap ``collective``: in a run, the next one waits for it, whatever its result holds.
@@ -500,14 +501,6 @@ class _CpuCollectives:
             return original(*args, **kwargs) if result is NotImplemented else result
 
         return call
-
-    def _recorded(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def collective(value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._record(kind, value, f"{args} {kwargs}", [])
-            return original(value, *args, **kwargs)
-
-        return collective
 
     def _record(self, kind: str, value: Tensor, how: str, groups: list[list[int]]) -> None:
         run = self._slot.run
@@ -563,6 +556,11 @@ class _CpuCollectives:
             return reduce(given.inputs)
         _each(reduce, list(given.inputs), list(given.inputs))
         return given.inputs
+
+    def all_to_all(self, given: SimpleNamespace) -> Any:
+        dims = f"dims {given.split_dimension} {given.concat_dimension}"
+        self._record("all_to_all", given.value, dims, _all_groups(given.groups))
+        return self._exchange(**vars(given))
 
     def collective_permute(self, given: SimpleNamespace) -> Any:
         """Send by an all-gather; torch_xla's collective-permute takes no channel id."""

@@ -367,24 +367,6 @@ def pieces(tensor: Tensor, sizes: Sequence[int], dim: int = -1) -> list[Tensor]:
     return list(split(tensor, list(sizes), dim))
 
 
-def with_memory_of_their_own(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of device tensors, computed at once.
-
-    torch_xla lets a clone share the memory of what it was made from, until one of them is changed
-    in place by a program: that gives the memory away, and the other's value is gone.
-    """
-    with torch.no_grad():
-        copies = [
-            each.logical_or(each) if each.dtype is torch.bool else each.bitwise_or(each)
-            for each in tensors
-            if not (each.is_floating_point() or each.is_complex())
-        ]
-    floats = barrier([each for each in tensors if each.is_floating_point() or each.is_complex()])
-    compute([*copies, *floats])
-    made = iter(copies), iter(floats)
-    return [next(made[each.is_floating_point() or each.is_complex()]) for each in tensors]
-
-
 def copied_slice(tensor: Tensor, start: int, length: int) -> Tensor:
     """Return a copy of ``tensor[start:start + length]``."""
     return torch.slice_copy(tensor, 0, start, start + length) if length else tensor.new_zeros(0)

@@ -220,7 +220,11 @@ def unshare(tensors: Sequence[Tensor]) -> None:
 
 
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return computed copies of computed tensors, with buffers of their own."""
+    """Return computed copies of device tensors, with buffers of their own.
+
+    torch_xla lets a clone share the memory of what it was made from, until one of them is changed
+    in place by a program: that gives the memory away, and the other's value is gone.
+    """
     found = ops.barrier([each.detach() for each in tensors]) if tensors else []
     ops.compute(found)
     return found

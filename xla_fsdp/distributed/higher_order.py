@@ -7,9 +7,9 @@ decorator for backwards that have none.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -148,11 +148,9 @@ def in_forward_mode() -> bool:
     return any(each.key() == torch._C._functorch.TransformType.Jvp for each in stack)
 
 
-@contextlib.contextmanager
-def outside_transforms() -> Iterator[None]:
+def outside_transforms() -> AbstractContextManager[Any]:
     """Compute inside the block as if no transform of ``torch.func`` was active; use no tensor of a
     transform there."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    with temporarily_clear_interpreter_stack():
-        yield
+    return temporarily_clear_interpreter_stack()

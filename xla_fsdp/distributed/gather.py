@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from xla_fsdp.distributed.collectives import check_mesh
-from xla_fsdp.distributed.higher_order import Mapping
+from xla_fsdp.distributed.higher_order import mapped
 from xla_fsdp.distributed.mesh import as_mesh
 from xla_fsdp.xla import ops
 
@@ -39,7 +39,7 @@ def all_gather(x: Tensor, dim: int = 0, mesh: Any = None) -> Tensor:
         return x
     how: dict[str, Any] = {"groups": groups, "dim": dim % x.dim()}
     gather, scatter = partial(ops.all_gather, **how), partial(ops.reduce_scatter, **how)
-    return Mapping.apply(x, gather, partial(scatter, shard_count=size))
+    return mapped(x, gather, partial(scatter, shard_count=size))
 
 
 def _groups(mesh: Any) -> tuple[ops.Groups, int]:

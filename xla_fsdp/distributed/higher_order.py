@@ -60,25 +60,24 @@ class _LinearMap(torch.autograd.Function):
         return (None, None, None, *(grad if need else None for grad, need in pairs))
 
 
-Move = Callable[[Tensor], Tensor]
-
-
-class Mapping(torch.autograd.Function):
-    """``forward(x)``, of two linear maps each of which is the backward of the other.
+def mapped(
+    x: Tensor,
+    forward: Callable[[Tensor], Tensor],
+    backward: Callable[[Tensor], Tensor],
+    known: Tensor | None = None,
+) -> Tensor:
+    """Return ``forward(x)``, of two linear maps each of which is the backward of the other.
 
     ``known`` is its value if that has been computed, of which this makes a copy.
     """
+    with torch.no_grad():
+        result = forward(x) if known is None else known.clone()
+    [found] = _LinearMap.apply([result], _of_each(forward), _of_each(backward), x)
+    return found
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: Move, backward: Move, known: Tensor | None = None
-    ) -> Tensor:
-        ctx.forward_move, ctx.backward_move = forward, backward
-        return forward(x) if known is None else known.clone()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return Mapping.apply(grad, ctx.backward_move, ctx.forward_move), None, None, None
+def _of_each(move: Callable[[Tensor], Tensor]) -> Linear:
+    return lambda tensors: [None if each is None else move(each) for each in tensors]
 
 
 def differentiable_once(instead: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from xla_fsdp.distributed.higher_order import Mapping
+from xla_fsdp.distributed.higher_order import mapped
 from xla_fsdp.xla import ops
 
 
@@ -158,7 +158,7 @@ class SyncBatchNorm(_BatchNorm):
 def _all_reduce(value: Tensor, groups: ops.Groups) -> Tensor:
     """Sum over ranks; the gradient is the sum of the ranks' gradients."""
     total = partial(_sum_over_ranks, groups=groups)
-    return Mapping.apply(value, total, total)
+    return mapped(value, total, total)
 
 
 def _sum_over_ranks(value: Tensor, groups: ops.Groups) -> Tensor:

@@ -24,13 +24,13 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.distributed.higher_order import Mapping
+from xla_fsdp.distributed.higher_order import mapped
 from xla_fsdp.distributed.mesh_axis import AxisComm
 
 
 def copy_to_parallel(x: Tensor, axis: AxisComm) -> Tensor:
     """Replicated to the input of a parallel layer. Forward: copy. Backward: all-reduce."""
-    return Mapping.apply(x, Tensor.clone, axis.all_reduce)
+    return mapped(x, Tensor.clone, axis.all_reduce)
 
 
 def gather_to_parallel(
@@ -39,42 +39,42 @@ def gather_to_parallel(
     """Sharded to the input of a parallel layer. Forward: all-gather, or copy of ``gathered`` if it
     has been gathered already. Backward: reduce-scatter."""
     gather, scatter = partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim)
-    return Mapping.apply(x, gather, scatter, None if gathered is None else gathered.detach())
+    return mapped(x, gather, scatter, None if gathered is None else gathered.detach())
 
 
 def all_reduce(x: Tensor, axis: AxisComm) -> Tensor:
     """Partial to replicated. Forward: all-reduce. Backward: copy."""
-    return Mapping.apply(x, axis.all_reduce, Tensor.clone)
+    return mapped(x, axis.all_reduce, Tensor.clone)
 
 
 def reduce_scatter(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """Partial to sharded. Forward: reduce-scatter. Backward: all-gather."""
     scatter, gather = partial(axis.reduce_scatter, dim=dim), partial(axis.all_gather, dim=dim)
-    return Mapping.apply(x, scatter, gather)
+    return mapped(x, scatter, gather)
 
 
 def all_gather(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """Sharded to replicated. Forward: all-gather. Backward: this rank's slice."""
     gather, own = partial(axis.all_gather, dim=dim), partial(axis.own_slice, dim=dim)
-    return Mapping.apply(x, gather, own)
+    return mapped(x, gather, own)
 
 
 def own_slice(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """Replicated to sharded. Forward: this rank's slice. Backward: all-gather."""
     own, gather = partial(axis.own_slice, dim=dim), partial(axis.all_gather, dim=dim)
-    return Mapping.apply(x, own, gather)
+    return mapped(x, own, gather)
 
 
 def all_to_all(x: Tensor, axis: AxisComm, old: int, new: int) -> Tensor:
     """Sharded along one dim to sharded along another. Forward and backward: all-to-all."""
     there = partial(axis.all_to_all, split_dim=new, concat_dim=old)
     back = partial(axis.all_to_all, split_dim=old, concat_dim=new)
-    return Mapping.apply(x, there, back)
+    return mapped(x, there, back)
 
 
 def send(x: Tensor, axis: AxisComm, ahead: int) -> Tensor:
     """From this rank to the one so far ahead. Forward and backward: collective-permute."""
-    return Mapping.apply(x, partial(axis.send, ahead=ahead), partial(axis.send, ahead=-ahead))
+    return mapped(x, partial(axis.send, ahead=ahead), partial(axis.send, ahead=-ahead))
 
 
 # ---------------------------------------------------------------- placements

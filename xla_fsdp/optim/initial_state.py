@@ -91,8 +91,8 @@ def _fill(optimizer: Optimizer, params: list[Tensor]) -> None:
                     made.append((optimizer.state[param], name, value, values[name]))
                 else:
                     optimizer.state[param][name] = value
-    zeros = _Filled()
-    tensors = ops.upload_all([zeros.like(value, number) for *_, value, number in made])
+    filled = functools.cache(_filled)
+    tensors = ops.upload_all([filled(v.shape, v.dtype, number) for *_, v, number in made])
     for (state, name, *_), tensor in zip(made, tensors, strict=True):
         state[name] = tensor
 
@@ -150,22 +150,12 @@ def _numbers_of(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> d
     }
 
 
-class _Filled:
-    """Makes host tensors of one number; those of zeros take no memory."""
-
-    def __init__(self) -> None:
-        self._made: dict[Any, Tensor] = {}
-
-    def like(self, value: Tensor, number: float) -> Tensor:
-        """Return a tensor of the shape and dtype of ``value``."""
-        key = (value.shape, value.dtype, number)
-        if key not in self._made:
-            made = torch.empty(0 if value.nbytes else value.shape, dtype=value.dtype)
-            if value.nbytes:  # not torch.zeros, which would write to the pages
-                pages = torch.from_numpy(np.zeros(value.nbytes, np.uint8))
-                made = pages.view(value.dtype).view(value.shape)
-            self._made[key] = made.fill_(number) if number else made
-        return self._made[key]
+def _filled(shape: torch.Size, dtype: torch.dtype, number: float) -> Tensor:
+    """Return a host tensor of one number; of zeros it takes no memory."""
+    # Not torch.zeros, which would write to the pages.
+    made = torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8))
+    made = made.view(dtype).view(shape) if shape.numel() else torch.empty(shape, dtype=dtype)
+    return made.fill_(number) if number else made
 
 
 @functools.cache

@@ -63,17 +63,16 @@ def _rendezvous(
 
 @contextlib.contextmanager
 def fake_rank(
-    rank: int, coords: Sequence[Sequence[int]], before_running: Callable[[], None]
+    coords: Sequence[Sequence[int]], before_running: Callable[[], None]
 ) -> Iterator[None]:
-    """Make the caller one rank of a TPU job, and execute nothing, inside the block.
+    """Make the caller rank 0 of a TPU job, and execute nothing, inside the block.
 
     Args:
-        rank: rank of the caller.
         coords: coordinates of every rank on the torus.
         before_running: called where a sync or a read would execute pending operations; no tensor
             may be pending when it returns.
     """
-    with _FakeTpu(coords, before_running).in_use(rank), for_tpu():
+    with _FakeTpu(coords, before_running).in_use(0), for_tpu():
         try:
             yield
         finally:

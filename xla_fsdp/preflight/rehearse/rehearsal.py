@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from xla_fsdp.preflight.api import check_options, describe_options, mesh_on
 from xla_fsdp.preflight.compile.compiler import available_memory, check_installed
 from xla_fsdp.preflight.read.report import options_text
-from xla_fsdp.preflight.rehearse.virtual_chips import QUICK_COMPILE, VirtualChips
+from xla_fsdp.preflight.rehearse.virtual_chips import VirtualChips
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 
 if TYPE_CHECKING:
@@ -173,7 +173,6 @@ def rehearse(
     mesh: Mesh | Mapping[str, int] | None = None,
     tell: Callable[[str], None] | None = None,
     progress: Callable[[str], None] | None = None,
-    xla_flags: str = QUICK_COMPILE,
     **options: Any,
 ) -> Rehearsal:
     """Make training steps as every rank of a TPU slice, on this machine.
@@ -189,7 +188,6 @@ def rehearse(
         mesh: passed on as ``build_step(mesh=mesh, ...)``, as by ``preflight``.
         tell: called with lines of text: what it takes, and each step as soon as it is made.
         progress: called with a line on what is being done, and with an empty one before ``tell``.
-        xla_flags: flags of XLA's CPU compiler.
         options: passed to ``build_step``.
 
     Raises:
@@ -217,7 +215,7 @@ def rehearse(
         if tell is not None:
             tell(line)
 
-    with VirtualChips(slice_.num_ranks, xla_flags) as chips:
+    with VirtualChips(slice_.num_ranks) as chips:
         needs = _needs(build_step, slice_, options, chips, show)
         say(f"{topology} {options_text(describe_options(options))}".rstrip())
         say(f"{steps} step(s) of {slice_.num_ranks} ranks on this machine: {needs.text(steps)}")

@@ -61,15 +61,12 @@ Step = Callable[[], Any]
 LARGE = 2**20
 
 
-def trace_step(
-    build_step: Callable[[], Step], coords: Sequence[Sequence[int]], *, rank: int = 0
-) -> Traced:
-    """Trace one rank's step in the steady state.
+def trace_step(build_step: Callable[[], Step], coords: Sequence[Sequence[int]]) -> Traced:
+    """Trace the step of rank 0 in the steady state.
 
     Args:
         build_step: builds model and optimizer, and returns a function that makes one step.
         coords: coordinates of every fake rank on the torus.
-        rank: rank whose step is traced.
 
     Raises:
         RuntimeError: if this process has started torch_xla on anything but CPU.
@@ -79,7 +76,7 @@ def trace_step(
     use_cpu_device()
     earlier = WeakSet(_live_states())
     recorder = Recorder()
-    with units_named(), fake_rank(rank, coords, recorder.cut):
+    with units_named(), fake_rank(coords, recorder.cut):
         step = fed(_built(build_step), "to be traced three times")
         recorder.cut()
         step()  # makes the optimizer's state

@@ -1,8 +1,8 @@
 """Syncs and reads of this process, of which who traces is told, and then the runtime of its ranks.
 
 torch_xla's functions are replaced once, and stay so: modules may import them by name.
-Invariants: with nobody who traces and the runtime of a TPU's ranks, each call goes to torch_xla
-unchanged.
+Invariants: with nobody who traces and the runtime of a TPU's ranks, calls do what they do in
+torch_xla.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class XlaCollectives(Collectives):
         self.num_shards = num_shards
         self._all_groups = groups or [list(range(num_shards))]
         if steps is None:
-            steps = reduction_steps(self._all_groups, ops.torus_coords())
+            steps = reduction_steps(self._all_groups, ops.runtime().torus_coords())
         sizes = [len(step[0]) for step in steps]
         if steps and math.prod(sizes) != num_shards:
             raise ValueError(

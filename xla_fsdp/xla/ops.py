@@ -238,11 +238,6 @@ def index_of(on: torch.device | str) -> int:
     return int(str(on).rpartition(":")[2])
 
 
-def torus_coords() -> list[list[int]]:
-    """Return the coordinates of every rank, by rank: [core, x, y, z, slice]; empty off a TPU."""
-    return _runtime.torus_coords()
-
-
 def sync() -> None:
     """Compile and execute all pending operations of the caller's device."""
     torch_xla.sync()

@@ -161,7 +161,7 @@ class _CpuRanks(ops.RankRuntime):
             if rank in self._run.in_collectives:
                 # A sync computes what is alive. The results of a collective may be so on one rank
                 # only, until the garbage collector or a thread of autograd drops them there, too.
-                last = _after_collectives(on)
+                last = _after_token(torch.zeros(1, device=on))
             self._run.pass_gate(rank)
         with self._run.execution:
             mark(False)
@@ -581,17 +581,15 @@ def _make_token(result: Tensor) -> None:
     first = torch.slice_copy(ops.shaped(result, [result.numel()]), 0, 0, 1).float()
     # Not isfinite(): its constant would be an input of the program. XLA does not see that the
     # result, multiplied by the token, is zero.
-    finite = torch.where(first.abs() <= 1, first, 1.0)
+    _after_token(torch.where(first.abs() <= 1, first, 1.0))
+
+
+def _after_token(value: Tensor) -> Tensor:
+    """Return ``value``, of one element, plus the token, which depends on all collectives since the
+    last sync; the next token depends on it."""
     # Only collectives make tokens. In this one every rank is alone: it moves nothing.
     alone = [[rank] for rank in range(xr.world_size())]
-    torch_xla._XLAC._xla_all_reduce("sum", finite, 1.0, alone, False)
-
-
-def _after_collectives(on: str) -> Tensor:
-    """Return a tensor on device ``on`` that depends on all collectives since the last sync."""
-    alone = [[rank] for rank in range(xr.world_size())]
-    zero = torch.zeros(1, device=on)  # which the token is added to
-    return torch_xla._XLAC._xla_all_reduce("sum", zero, 1.0, alone, False)
+    return torch_xla._XLAC._xla_all_reduce("sum", value, 1.0, alone, False)
 
 
 def _all_groups(groups: Groups) -> list[list[int]]:

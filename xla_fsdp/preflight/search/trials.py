@@ -106,13 +106,16 @@ class Trials:
         with ThreadPoolExecutor(self.limits.jobs) as pool:
             try:
                 for trial in trials:
-                    traced = self._traced_or_none(trial)
+                    try:
+                        traced = self.trace(trial)
+                    except OutOfBudgetError:
+                        continue
                     if isinstance(traced, str):
                         done[trial] = traced
-                    elif traced is not None:
-                        self._wait_for_a_slot(running.values())
-                        running[trial] = pool.submit(self._compile, trial, traced)
-                        del self._traced[trial]  # a large program, which is not compiled twice
+                        continue
+                    self._wait_for_a_slot(running.values())
+                    running[trial] = pool.submit(self._compile, trial, traced)
+                    del self._traced[trial]  # a large program, which is not compiled twice
                 wait(running.values())
             except BaseException:
                 self._interrupted = True  # ends the compilations, for which the pool waits
@@ -121,11 +124,6 @@ class Trials:
             with contextlib.suppress(OutOfBudgetError):
                 done[trial] = future.result()
         return done
-
-    def _traced_or_none(self, trial: Trial) -> Traced | str | None:
-        with contextlib.suppress(OutOfBudgetError):
-            return self.trace(trial)
-        return None
 
     def _wait_for_a_slot(self, running: Iterable[Future[Any]]) -> None:
         """Let at most one traced program wait, as it takes memory."""

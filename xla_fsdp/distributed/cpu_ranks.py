@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -164,7 +164,7 @@ class Run:
             self._at_gate[rank] = Arrival(time.monotonic(), tuple(self._traced[rank]))
             self.forget(rank)
             if self.finished:
-                self._fail_early_return(self._at_gate, self._purpose_of_gate())
+                self._fail_early_return()
             elif len(self._at_gate) == self.num_ranks:
                 self._open_gate()
             self._changed.wait_for(lambda: self._gates_opened > opened_before or self.failures)
@@ -307,7 +307,7 @@ class Run:
         with self._changed:
             self.finished.add(rank)
             if self._at_gate and not self.failures:
-                self._fail_early_return(self._at_gate, self._purpose_of_gate())
+                self._fail_early_return()
             if len(self.finished) == self.num_ranks and not self.failures:
                 self._compare_models()
             self._changed.notify_all()
@@ -320,20 +320,21 @@ class Run:
         if all(own == names[0] for own in names) and (difference := first_difference(facts)):
             self.fail(difference)
 
-    def _purpose_of_gate(self) -> str:
-        return f"in torch_xla.sync() to run {self._at_gate[min(self._at_gate)].collectives[0]}"
-
-    def _fail_early_return(self, waiting: Iterable[int], purpose: str) -> None:
-        left = sorted(self.finished)
-        self.fail(
-            Failure(
-                left[0],
-                f"ranks {sorted(waiting)} wait {purpose}, but ranks {left} have already returned. "
-                f"Every rank must take the same number of steps "
-                f"and call the same collectives; look for {MORE_BATCHES}, an early return, or a "
-                f"call for all ranks {ALL_RANKS}.",
-            )
+    def _fail_early_return(self) -> None:
+        left, waiting = sorted(self.finished), sorted(self._at_gate)
+        collective = self._at_gate[waiting[0]].collectives[0]
+        self._fail_uneven(
+            left[0],
+            f"ranks {waiting} wait in torch_xla.sync() to run {collective}, but ranks {left} have "
+            f"already returned",
         )
+
+    def _fail_uneven(self, rank: int, what: str) -> None:
+        advice = (
+            f"Every rank must take the same number of steps and call the same collectives; look "
+            f"for {MORE_BATCHES}, an early return, or a call for all ranks {ALL_RANKS}."
+        )
+        self.fail(Failure(rank, f"{what}. {advice}"))
 
     # ------------------------------------------------------------ called by the main thread
 

@@ -106,8 +106,12 @@ class TurnRun(Run):
             self._turn = able[0]
             self._changed.notify_all()
         elif self._visits:
-            purpose = self._visits[min(self._visits)].purpose
-            self._fail_early_return(self._visits, f"for {purpose}")
+            left, waiting = sorted(self.finished), sorted(self._visits)
+            purpose = self._visits[waiting[0]].purpose
+            self._fail_uneven(
+                left[0],
+                f"ranks {waiting} wait for {purpose}, but ranks {left} have already returned",
+            )
 
     def _await_turn(self, rank: int) -> None:
         self._await(lambda: self._turn == rank)

@@ -254,7 +254,7 @@ def _trace_seconds(names: Sequence[str], case: Case, rounds: int) -> dict[str, l
         stopped.append(time.process_time())
         recorder.cut()
 
-    with fake_rank(0, case.topology.coords, stop):
+    with fake_rank(case.topology.coords, stop):
         steps = {}
         for name in names:
             steps[name] = getattr(gpt, name)(case.shape)

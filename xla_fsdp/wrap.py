@@ -199,18 +199,14 @@ def _chooser(policy: Any, root: nn.Module, ignored: Ignored) -> _Chooser:
             f"auto_wrap_policy must be callable, or a policy of torch.distributed.fsdp.wrap, got "
             f"{type(policy).__name__}; see xla_fsdp.wrap"
         )
-    name = _name_of_number(policy)
+    # By which keyword it takes the number of elements not wrapped yet.
+    is_torchs = "nonwrapped_numel" in inspect.signature(policy).parameters
+    name = "nonwrapped_numel" if is_torchs else "unwrapped_params"
 
     def choose(module: nn.Module, recurse: bool, number: int) -> dict[str, Any] | None:
         return {} if policy(module=module, recurse=recurse, **{name: number}) else None
 
     return choose
-
-
-def _name_of_number(policy: Policy) -> str:
-    """Return the keyword by which ``policy`` takes the number of elements not wrapped yet."""
-    names = inspect.signature(policy).parameters
-    return "unwrapped_params" if "nonwrapped_numel" not in names else "nonwrapped_numel"
 
 
 class _Walker:

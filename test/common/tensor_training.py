@@ -187,7 +187,7 @@ def train_steps(
 
     rank, device = ops.rank(), torch_xla.device()
     others = [name for name, _ in case.mesh if name not in ("tensor", "context")]
-    part = mesh.place(rank, *others) if case.parts > 1 else 0
+    part = mesh.local_rank(rank, *others) if case.parts > 1 else 0
     ids, targets = (t[:, part] for t in batches(case.parts))
     losses, norms, totals = [], [], []
     for step in range(steps):

@@ -62,7 +62,7 @@ def test_flatten_joins_axes() -> None:
     assert flat.axis_names == ("data",)
     assert flat.shape == (4,)
     assert flat.groups("data") == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert [flat.place(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [flat.local_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
@@ -80,8 +80,8 @@ def test_groups_hold_every_rank_once_and_differ_on_their_axes_only(
     others = [name for name in mesh.axis_names if name not in names]
     for group in groups:
         assert len(group) == math.prod(mesh.size(name) for name in names)
-        assert [mesh.place(rank, *names) for rank in group] == list(range(len(group)))
-        places = {tuple(mesh.place(rank, name) for name in others) for rank in group}
+        assert [mesh.local_rank(rank, *names) for rank in group] == list(range(len(group)))
+        places = {tuple(mesh.local_rank(rank, name) for name in others) for rank in group}
         assert len(places) == 1
 
 

@@ -81,7 +81,9 @@ def test_each_process_keeps_programs_in_a_folder_of_its_own(
     import torch_xla.runtime as xr
 
     monkeypatch.setattr(xr, "process_index", lambda: 3)
-    monkeypatch.delenv("XLA_PERSISTENT_CACHE_PATH", raising=False)
+    for name in ("XLA_PERSISTENT_CACHE_PATH", "XLA_PERSISTENT_CACHE_READ_ONLY"):
+        monkeypatch.setenv(name, "")  # so that later tests' processes have none
+        monkeypatch.delenv(name)
     cache = tmp_path / "cache"
 
     def in_this_process(fn: Any, args: tuple[Any, ...], *_: Any, **options: Any) -> None:

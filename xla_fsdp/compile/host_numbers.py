@@ -17,20 +17,14 @@ from typing import Any
 Expression = tuple[Any, ...]
 """("source", key), ("constant", number) or (function, expressions...)."""
 
-ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "truediv": operator.truediv,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "pow": operator.pow,
-}
-UNARY: dict[str, Callable[..., Any]] = {
-    "neg": operator.neg,
-    "pos": operator.pos,
-    "abs": operator.abs,
-}
+
+def _operators(*names: str) -> dict[str, Callable[..., Any]]:
+    return {name: getattr(operator, name) for name in names}
+
+
+ARITHMETIC = _operators("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+UNARY = _operators("neg", "pos", "abs")
+COMPARISONS = _operators("lt", "le", "gt", "ge", "eq", "ne")
 CONVERSIONS: dict[str, Callable[..., Any]] = {
     "float": float,
     "int": int,
@@ -38,9 +32,6 @@ CONVERSIONS: dict[str, Callable[..., Any]] = {
     "floor": math.floor,
     "ceil": math.ceil,
     "round": round,
-}
-COMPARISONS: dict[str, Callable[..., Any]] = {
-    name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
 
 

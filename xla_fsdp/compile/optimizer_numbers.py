@@ -205,18 +205,15 @@ class OptimizerNumbers:
             yield ("option", number, name), value
 
     def _all_groups(self) -> list[dict[str, Any]]:
-        return _once([group for each in self._optimizers for group in each.param_groups])
+        # Each once: an optimizer around another one has the same.
+        groups = (group for each in self._optimizers for group in each.param_groups)
+        return list({id(group): group for group in groups}.values())
 
     def _groups(self) -> Iterator[tuple[int, dict[str, Any], str, Any]]:
         for number, group in enumerate(self._all_groups()):
             for name, value in list(group.items()):
                 if name != "params":
                     yield number, group, name, value
-
-
-def _once(objects: Sequence[Any]) -> list[Any]:
-    """Return the objects, each once: an optimizer around another one has the same."""
-    return list({id(each): each for each in objects}.values())
 
 
 class Counts:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from xla_fsdp.compile.host_numbers import HostNumbers, plain
-from xla_fsdp.optim.traits import STEPS_SLICES_OF
-from xla_fsdp.xla import ops, torch_xla
+from xla_fsdp.optim.traits import STEPS_SLICES_OF, StepWatch
+from xla_fsdp.xla import hooks, ops, torch_xla
 from xla_fsdp.xla.graph import tensor_id
 from xla_fsdp.xla.programs import buffers_of
 
@@ -116,7 +117,7 @@ def _shown(value: Any) -> Any:
 
 
 class Seen(TorchFunctionMode):
-    """Records what happens inside the block; ``reading_by`` tells it of reads.
+    """Records what happens inside the block; ``hooks`` tell it of reads.
 
     Args:
         numbers: of optimizers.
@@ -184,8 +185,8 @@ class Seen(TorchFunctionMode):
                 self._tensors.pop(id(value), None)
                 self._tensors[id(value)] = weakref.ref(value)
                 # What stands for an input of a loop's body is no tensor of the device.
-                if torch._is_functional_tensor(value):
-                    self._note_age(value, place)
+                if torch._is_functional_tensor(value) and self.is_older(tensor_id(value)):
+                    self._entered.append((self._tensors[id(value)], place))
         elif isinstance(value, bool):
             return False
         elif isinstance(value, int | float):
@@ -196,10 +197,6 @@ class Seen(TorchFunctionMode):
         elif isinstance(value, dict):
             return self._note(list(value.values()), place)
         return False
-
-    def _note_age(self, value: Tensor, place: Place) -> None:
-        if self.is_older(tensor_id(value)):
-            self._entered.append((self._tensors[id(value)], place))
 
     # ------------------------------------------------------------ a Reader
 
@@ -236,51 +233,36 @@ def _on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_xla  # type: ignore[attr-defined]
 
 
-class _Watchers:
-    """The ``Seen`` of every rank that traces a step now, by device.
-
-    While there is one, the host's random numbers are watched.
-    """
+class _HostDraws:
+    """Watches the host's random numbers while any rank traces."""
 
     def __init__(self) -> None:
-        self._by_device: dict[str, Seen] = {}
         self._changing = Lock()
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._tracing = 0
+        self._replaced = contextlib.ExitStack()
 
-    def add(self, seen: Seen) -> None:
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
         with self._changing:
-            if not self._by_device:
-                for owner, name in _host_draws():
-                    self._replace(owner, name, _watched_draw(getattr(owner, name)))
-            self._by_device[_device()] = seen
-
-    def remove(self) -> None:
-        with self._changing:
-            del self._by_device[_device()]
-            if not self._by_device:
-                for owner, name, before in self._replaced:
-                    setattr(owner, name, before)
-                self._replaced.clear()
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
-
-    @property
-    def current(self) -> Seen | None:
-        return self._by_device.get(_device())
+            self._tracing += 1
+            for owner, name in _host_draws() if self._tracing == 1 else ():
+                watched = _watched_draw(getattr(owner, name))
+                self._replaced.enter_context(mock.patch.object(owner, name, watched))
+        try:
+            yield
+        finally:
+            with self._changing:
+                self._tracing -= 1
+                if not self._tracing:
+                    self._replaced.close()
 
 
-_watchers = _Watchers()
-
-
-def _device() -> str:
-    return str(ops.device())
+_draws = _HostDraws()
 
 
 def is_traced() -> bool:
     """Return whether the caller's code is traced by ``compile_step``."""
-    return _watchers.current is not None
+    return hooks.current_reader() is not None
 
 
 def _host_draws() -> Iterator[tuple[Any, str]]:
@@ -296,32 +278,25 @@ def _host_draws() -> Iterator[tuple[Any, str]]:
 def _watched_draw(draw: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(draw)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        seen = _watchers.current
-        if seen is not None:
+        seen = hooks.current_reader()
+        if isinstance(seen, Seen):
             seen.draws.setdefault(user_place())
         return draw(*args, **kwargs)
 
     return watched
 
 
-class _OptimizerWatch:
-    only_watches = True
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        seen = _watchers.current
-        if seen is not None and STEPS_SLICES_OF not in vars(optimizer):
-            seen.optimizers.setdefault(id(optimizer), optimizer)
+def _note_optimizer(optimizer: Optimizer) -> None:
+    seen = hooks.current_reader()
+    if isinstance(seen, Seen) and STEPS_SLICES_OF not in vars(optimizer):
+        seen.optimizers.setdefault(id(optimizer), optimizer)
 
 
-register_optimizer_step_pre_hook(_OptimizerWatch())
+register_optimizer_step_pre_hook(StepWatch(_note_optimizer))
 
 
 @contextlib.contextmanager
 def watching(seen: Seen) -> Iterator[None]:
     """Record what the caller's device does in ``seen`` inside the block."""
-    _watchers.add(seen)
-    try:
-        with seen:
-            yield
-    finally:
-        _watchers.remove()
+    with hooks.reading_by(seen), _draws.watched(), seen:
+        yield

@@ -29,6 +29,7 @@ from xla_fsdp.compile.slots import Entry, Gradient, Inside, Slot, Way
 from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.optim.traits import params_of
 from xla_fsdp.xla.loop import Body
 from xla_fsdp.xla.lost import LostTensor
 
@@ -280,9 +281,7 @@ class State:
 
     def _find_params(self) -> list[Tensor]:
         in_modules = (p for module in self.modules for p in module._parameters.values())
-        in_groups = (
-            p for each in self.optimizers for group in each.param_groups for p in group["params"]
-        )
+        in_groups = (p for each in self.optimizers for p in params_of(each))
         found = [p for p in (*in_modules, *in_groups) if isinstance(p, Tensor)]
         return list({id(p): p for p in found}.values())
 

@@ -27,8 +27,9 @@ from xla_fsdp.compile.program import (
 from xla_fsdp.compile.seen import Seen, watching
 from xla_fsdp.compile.slots import Slot
 from xla_fsdp.compile.state import PLAIN, State
+from xla_fsdp.optim.traits import params_of
 from xla_fsdp.xla import host, ops, programs
-from xla_fsdp.xla.graph import tensor_id
+from xla_fsdp.xla.graph import ProgramInputs, inputs_of, tensor_id
 
 MOST_ORDERS = 8  # of results, that are tried
 _FIRST = operator.itemgetter(0)
@@ -104,9 +105,8 @@ class Trace:
         the program would compute; if it raises, put the tensors back that it has changed."""
         try:
             with (
-                programs.reading_by(self.seen),
-                self._numbers.traced(self._found, self._keys) as self._changes,
                 watching(self.seen),
+                self._numbers.traced(self._found, self._keys) as self._changes,
             ):
                 result = pytree.tree_map_only(Tensor, Tensor.detach, step(*args, **kwargs))
         except BaseException:
@@ -134,9 +134,8 @@ class Trace:
 
     def _unknown_optimizer(self) -> str:
         for optimizer in self.seen.optimizers.values():
-            params = itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
             # Copies that this package steps to learn what an optimizer does are on the host.
-            if self._own([*params]) and not self._state.has(optimizer):
+            if self._own(params_of(optimizer)) and not self._state.has(optimizer):
                 return (
                     f"the step calls the step of {type(optimizer).__name__}, an optimizer that is "
                     f"not in state="
@@ -415,7 +414,7 @@ def _by_tensor(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def _sort_like_donors(groups: list[list[Tensor]], donors: dict[int, int]) -> programs.ProgramInputs:
+def _sort_like_donors(groups: list[list[Tensor]], donors: dict[int, int]) -> ProgramInputs:
     """Sort results like the inputs that they replace; return the program's inputs.
 
     XLA writes results over donated inputs of their size, first over first. Where that is not the
@@ -425,14 +424,14 @@ def _sort_like_donors(groups: list[list[Tensor]], donors: dict[int, int]) -> pro
         groups: the tensors of each result, sorted in place.
         donors: of each donated buffer, the ``id`` of the tensor that has it.
     """
-    inputs = programs.inputs_of([group[0] for group in groups])
+    inputs = inputs_of([group[0] for group in groups])
     for _ in range(MOST_ORDERS):  # inputs are in the order in which results first need them
         order = {donors[b]: number for number, b in enumerate(inputs.buffers) if b in donors}
         keys = [min(order.get(id(each), len(inputs.buffers)) for each in group) for group in groups]
         if keys == sorted(keys):
             break
         groups[:] = [group for _, group in sorted(zip(keys, groups, strict=True), key=_FIRST)]
-        inputs = programs.inputs_of([group[0] for group in groups])
+        inputs = inputs_of([group[0] for group in groups])
     return inputs
 
 
@@ -450,7 +449,7 @@ class Traced:
     """
 
     groups: list[list[Tensor]]
-    inputs: programs.ProgramInputs
+    inputs: ProgramInputs
     donated: list[int]
     builder: _Builder
     leaves: list[Any]
@@ -496,7 +495,7 @@ class _Builder:
         return [self._numbers[where] for where in self._before if where not in self._after]
 
     def inputs(
-        self, inputs: programs.ProgramInputs, found: HostNumbers, seed: int, seen: Seen
+        self, inputs: ProgramInputs, found: HostNumbers, seed: int, seen: Seen
     ) -> tuple[list[Reference], list[HostInput]]:
         """Return where each input comes from, and those that come from the host."""
         references: list[Reference] = []
@@ -518,7 +517,7 @@ class _Builder:
         ]
         return references, hosts
 
-    def _seeds(self, inputs: programs.ProgramInputs, seed: int) -> dict[int, int]:
+    def _seeds(self, inputs: ProgramInputs, seed: int) -> dict[int, int]:
         """Return after how many drawings each random number state is what an input holds; a state
         that is not reached so was set by the step itself."""
         states = host.copies([inputs.values[position] for position in inputs.seeds])
@@ -531,7 +530,7 @@ class _Builder:
         found: list[Reference] = []
         for tensor in group:
             for number in self._holders.get(id(tensor), ()):
-                if tensor is not self._tensors.get(self._where(number)):
+                if tensor is not self._tensors.get(self.slots[number].where):
                     self.new.add(number)
                     if tensor.requires_grad:
                         self.problem = _replaced(self._labels[number], tensor)
@@ -577,9 +576,6 @@ class _Builder:
                     if goal[0] == "argument" or goal[1] not in self.new:
                         return goal
         return None
-
-    def _where(self, number: int) -> Any:
-        return self.slots[number].where
 
     def _named(self, reference: Reference) -> Reference:
         if reference[0] == "slot":

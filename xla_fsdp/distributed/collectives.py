@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -192,24 +193,24 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 would in floating point)."""
 
 
-class Collectives(Protocol):
+class Collectives(ABC):
     """What a parameter group needs from the ranks it is sharded over."""
 
     num_shards: int
     rank: int
 
     @property
+    @abstractmethod
     def key(self) -> Hashable:
         """Equal for objects that communicate among the same ranks."""
-        ...
 
+    @abstractmethod
     def all_gather(self, bucket: Tensor) -> Tensor:
         """Concatenate the buckets, [rows, width], of all ranks to [num_shards * rows, width]."""
-        ...
 
+    @abstractmethod
     def reduce_scatter(self, gathered: Tensor) -> Tensor:
         """Sum ``gathered``, [num_shards * rows, width]; return this rank's [rows, width] of it."""
-        ...
 
     def reduce_scatter_product(
         self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
@@ -223,20 +224,20 @@ class Collectives(Protocol):
             right: [n, width].
             finish: elementwise, such as a cast.
         """
-        ...
+        return self.reduce_scatter(finish(left.t() @ right))
 
+    @abstractmethod
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """Combine ``value`` over the ranks by ``op``, "sum" or "max"."""
-        ...
 
+    @abstractmethod
     def split(self, size: int) -> SmallerGroups:
         """Divide the ranks into groups of ``size`` neighbours; ``size`` divides ``num_shards``."""
-        ...
 
     def of(self, expert: bool) -> Collectives:
         """Return those among the ranks that share a parameter: of experts that are cut over an axis
         of the mesh, ranks that hold the same experts."""
-        ...
+        return self
 
     def in_rings(self) -> Collectives:
         """Return collectives whose reductions can overlap with what a loop's body computes.
@@ -244,7 +245,7 @@ class Collectives(Protocol):
         They are the same ones where no such reductions are known. They take more memory, so they
         are for loops only.
         """
-        ...
+        return self
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,7 @@ class SmallerGroups:
     across: Collectives
 
 
-class XlaCollectives:
+class XlaCollectives(Collectives):
     """Collectives over replica groups.
 
     Args:
@@ -289,7 +290,7 @@ class XlaCollectives:
         self.num_shards = num_shards
         self._all_groups = groups or [list(range(num_shards))]
         if steps is None:
-            steps = reduction_steps(self._all_groups, ops.torus_coords())
+            steps = reduction_steps(self._all_groups, ops.runtime().torus_coords())
         sizes = [len(step[0]) for step in steps]
         if steps and math.prod(sizes) != num_shards:
             raise ValueError(
@@ -334,11 +335,6 @@ class XlaCollectives:
             rows = self._scatter(rows.reshape(len(groups[0]), -1, width), step)
         return rows.reshape(-1, width)
 
-    def reduce_scatter_product(
-        self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        return self.reduce_scatter(finish(left.t() @ right))
-
     def _scatter(self, chunks: Tensor, step: int) -> Tensor:
         """Reduce [size of a group, rows, width] to this rank's [..., rows, width], in this step of
         a reduction."""
@@ -356,24 +352,16 @@ class RingCollectives(XlaCollectives):
     JAX's windowed products hide reductions (S. Wang et al., Overlap Communication with Dependent
     Computation via Decomposition, ASPLOS 2023). As many bytes are sent as by a reduce-scatter; sums
     are rounded to the bucket's dtype at every rank.
-
-    Args:
-        groups, rank, num_shards, steps, experts: those of ``XlaCollectives``.
     """
 
-    def __init__(
-        self,
-        groups: ops.Groups,
-        rank: int,
-        num_shards: int,
-        steps: Sequence[Groups] | None = None,
-        experts: Collectives | None = None,
-    ) -> None:
-        super().__init__(groups, rank, num_shards, steps, experts)
-        self._orders: dict[int, Tensor] = {}  # on the device, by step
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_orders": {}}  # device tensors are neither copied nor pickled
+        # Device tensors are neither copied nor pickled.
+        return {name: each for name, each in vars(self).items() if name != "_orders"}
+
+    @cached_property
+    def _orders(self) -> dict[int, Tensor]:
+        """``ring_order`` on the device, by step."""
+        return {}
 
     def reduce_scatter_product(
         self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
@@ -473,7 +461,7 @@ def folded(size: int) -> list[int]:
     return there + [at for at in reversed(range(size)) if at % 2]
 
 
-class LocalCollectives:
+class LocalCollectives(Collectives):
     """Collectives without communication, which assume that every rank holds what this one holds.
 
     Exact with one shard. With several, the shapes are right, to measure a program without its
@@ -495,14 +483,6 @@ class LocalCollectives:
         across = LocalCollectives(number, self.num_shards // size)
         return SmallerGroups(LocalCollectives(local_rank, size), across)
 
-    def of(self, expert: bool) -> Collectives:
-        """Return this object."""
-        return self
-
-    def in_rings(self) -> Collectives:
-        """Return this object: nothing is communicated that compute could hide."""
-        return self
-
     def all_gather(self, bucket: Tensor) -> Tensor:
         """Repeat the bucket, [rows, width], to [num_shards * rows, width]."""
         return bucket.expand(self.num_shards, *bucket.shape).flatten(0, 1)
@@ -511,12 +491,6 @@ class LocalCollectives:
         """Return this rank's [rows, width] of ``gathered``, [num_shards * rows, width], times
         ``num_shards``."""
         return gathered.chunk(self.num_shards)[self.rank] * self.num_shards
-
-    def reduce_scatter_product(
-        self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Return ``reduce_scatter(finish(left.t() @ right))``."""
-        return self.reduce_scatter(finish(left.t() @ right))
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """Return ``value``, for ``op`` "sum" times ``num_shards``."""

@@ -216,13 +216,7 @@ class _ContextMode(TorchFunctionMode):
             )
         if self.axis is None or func not in _SIGNATURES:
             return func(*args, **kwargs)
-        bound = _SIGNATURES[func].bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        if given.pop("size_average") is not None or given.pop("reduce") is not None:
-            raise ValueError(
-                "size_average and reduce are of old torch; say reduction='mean', or sum"
-            )
+        given = arguments_of_loss(func, args, kwargs)
         if given["reduction"] != "mean":
             return func(**given)
         total = func(**given | {"reduction": "sum"})
@@ -243,6 +237,20 @@ _OF_ONE_RANK = {
     ),
 }
 _SIGNATURES = {each: inspect.signature(each) for each in (F.cross_entropy, F.nll_loss)}
+
+
+def arguments_of_loss(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of ``F.cross_entropy`` or ``F.nll_loss`` by name, with the defaults.
+
+    Raises:
+        ValueError: for arguments of old torch.
+    """
+    bound = _SIGNATURES[func].bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given.pop("size_average") is not None or given.pop("reduce") is not None:
+        raise ValueError("size_average and reduce are of old torch; say reduction='mean', or sum")
+    return given
 
 
 def _weight_of(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

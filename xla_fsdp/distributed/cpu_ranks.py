@@ -221,11 +221,7 @@ class Run:
         if self.set_up is None:
             return
         with self._changed:
-            self._changed.wait_for(
-                lambda: (self._starting, self._exclusive_rank) == (rank, None) or self.failures
-            )
-            if self.failures:
-                raise Unwind
+            self._await(lambda: (self._starting, self._exclusive_rank) == (rank, None))
             self._exclusive_rank, self._has_seeded = rank, True
         self.set_up(rank)
 
@@ -234,9 +230,7 @@ class Run:
         self.end_seeding(rank)
         if self._starting < self.num_ranks and self._exclusive_rank != rank:
             with self._changed:
-                self._changed.wait_for(lambda: self._starting == self.num_ranks or self.failures)
-            if self.failures:
-                raise Unwind
+                self._await(lambda: self._starting == self.num_ranks)
 
     def begin_seeding(self, rank: int) -> None:
         """Reserve the process, with its random number generators, for ``rank``.
@@ -290,10 +284,14 @@ class Run:
                 self._changed.notify_all()
 
     def _exclude_others(self, rank: int) -> None:
-        self._changed.wait_for(lambda: self._exclusive_rank in (None, rank) or self.failures)
+        self._await(lambda: self._exclusive_rank in (None, rank))
+        self._exclusive_rank = rank
+
+    def _await(self, holds: Callable[[], bool]) -> None:
+        """Wait, with ``_changed`` held, until a condition holds; raise Unwind if the run fails."""
+        self._changed.wait_for(lambda: holds() or self.failures)
         if self.failures:
             raise Unwind
-        self._exclusive_rank = rank
 
     # ------------------------------------------------------------ how a run ends
 
@@ -325,15 +323,18 @@ class Run:
     def _fail_early_return(self) -> None:
         left, waiting = sorted(self.finished), sorted(self._at_gate)
         collective = self._at_gate[waiting[0]].collectives[0]
-        self.fail(
-            Failure(
-                left[0],
-                f"ranks {waiting} wait in torch_xla.sync() to run {collective}, but ranks "
-                f"{left} have already returned. Every rank must take the same number of steps "
-                f"and call the same collectives; look for {MORE_BATCHES}, an early return, or a "
-                f"call for all ranks {ALL_RANKS}.",
-            )
+        self._fail_uneven(
+            left[0],
+            f"ranks {waiting} wait in torch_xla.sync() to run {collective}, but ranks {left} have "
+            f"already returned",
         )
+
+    def _fail_uneven(self, rank: int, what: str) -> None:
+        advice = (
+            f"Every rank must take the same number of steps and call the same collectives; look "
+            f"for {MORE_BATCHES}, an early return, or a call for all ranks {ALL_RANKS}."
+        )
+        self.fail(Failure(rank, f"{what}. {advice}"))
 
     # ------------------------------------------------------------ called by the main thread
 

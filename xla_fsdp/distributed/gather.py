@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import Function
 
 from xla_fsdp.distributed.collectives import check_mesh
+from xla_fsdp.distributed.higher_order import mapped
 from xla_fsdp.distributed.mesh import as_mesh
 from xla_fsdp.xla import ops
-
-
-class _AllGather(Function):
-    """Gather slices along ``dim``; backward: the sum over the ranks of their slices' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, groups: ops.Groups, size: int) -> Tensor:
-        ctx.dim, ctx.groups, ctx.size = dim, groups, size
-        return ops.all_gather(x, groups, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ReduceScatter.apply(grad, ctx.dim, ctx.groups, ctx.size), None, None, None
-
-
-class _ReduceScatter(Function):
-    """The backward of ``_AllGather``, which is its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, groups: ops.Groups, size: int) -> Tensor:
-        ctx.dim, ctx.groups, ctx.size = dim, groups, size
-        return ops.reduce_scatter(x, size, groups, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllGather.apply(grad, ctx.dim, ctx.groups, ctx.size), None, None, None
 
 
 def all_gather(x: Tensor, dim: int = 0, mesh: Any = None) -> Tensor:
@@ -60,7 +35,11 @@ def all_gather(x: Tensor, dim: int = 0, mesh: Any = None) -> Tensor:
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"x has {x.dim()} dims, and no dim {dim}")
     groups, size = _groups(mesh)
-    return x if size == 1 else _AllGather.apply(x, dim % x.dim(), groups, size)
+    if size == 1:
+        return x
+    how: dict[str, Any] = {"groups": groups, "dim": dim % x.dim()}
+    gather, scatter = partial(ops.all_gather, **how), partial(ops.reduce_scatter, **how)
+    return mapped(x, gather, partial(scatter, shard_count=size))
 
 
 def _groups(mesh: Any) -> tuple[ops.Groups, int]:

@@ -7,9 +7,9 @@ decorator for backwards that have none.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -58,6 +58,26 @@ class _LinearMap(torch.autograd.Function):
         found = linear(ctx.adjoint, grads, ctx.adjoint, ctx.compute)
         pairs = zip(found, ctx.needs_input_grad[3:], strict=True)
         return (None, None, None, *(grad if need else None for grad, need in pairs))
+
+
+def mapped(
+    x: Tensor,
+    forward: Callable[[Tensor], Tensor],
+    backward: Callable[[Tensor], Tensor],
+    known: Tensor | None = None,
+) -> Tensor:
+    """Return ``forward(x)``, of two linear maps each of which is the backward of the other.
+
+    ``known`` is its value if that has been computed, of which this makes a copy.
+    """
+    with torch.no_grad():
+        result = forward(x) if known is None else known.clone()
+    [found] = _LinearMap.apply([result], _of_each(forward), _of_each(backward), x)
+    return found
+
+
+def _of_each(move: Callable[[Tensor], Tensor]) -> Linear:
+    return lambda tensors: [None if each is None else move(each) for each in tensors]
 
 
 def differentiable_once(instead: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -127,11 +147,9 @@ def in_forward_mode() -> bool:
     return any(each.key() == torch._C._functorch.TransformType.Jvp for each in stack)
 
 
-@contextlib.contextmanager
-def outside_transforms() -> Iterator[None]:
+def outside_transforms() -> AbstractContextManager[Any]:
     """Compute inside the block as if no transform of ``torch.func`` was active; use no tensor of a
     transform there."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    with temporarily_clear_interpreter_stack():
-        yield
+    return temporarily_clear_interpreter_stack()

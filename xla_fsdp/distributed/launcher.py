@@ -47,11 +47,11 @@ START_PATIENCE = 60.0
 """Seconds without computing after which a rank that starts alone lets the next one start."""
 
 ONE_RANK = (
-    "xla_fsdp: launch starts one rank, as this is a CPU and nothing says how many; for eight: "
+    "launch starts one rank, as this is a CPU and nothing says how many; for eight: "
     f"launch(fn, num_ranks=8), or {NUM_RANKS_VARIABLE}=8"
 )
 
-NO_CACHE = "xla_fsdp: compile_cache is left out, as a CPU cannot read compiled programs again"
+NO_CACHE = "compile_cache is left out, as a CPU cannot read compiled programs again"
 
 POLL = 0.2
 """Seconds between checks of a run."""
@@ -139,10 +139,10 @@ def launch(
             _launch_processes(listening, tuple(args), wanted, start_method)
         return []
     count = wanted or _default_num_ranks()
-    if wanted is None and not _number_is_set():
-        print(ONE_RANK, file=sys.stderr, flush=True)
+    if wanted is None and not any(map(os.environ.get, NUMBER_VARIABLES)):
+        _say(ONE_RANK)
     if compile_cache is not None:
-        print(NO_CACHE, file=sys.stderr, flush=True)
+        _say(NO_CACHE)
     with listen(signals, to_children=False):
         _prepare_process(count)
         return _run_cpu_ranks(fn, tuple(args), Run(count), sync_timeout)
@@ -230,10 +230,6 @@ def _checked(num_ranks: Any, name: str) -> int:
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
         raise ValueError(f"{name}={num_ranks!r}; expected a whole number of ranks, 1 or more")
     return num_ranks
-
-
-def _number_is_set() -> bool:
-    return any(os.environ.get(name) for name in NUMBER_VARIABLES)
 
 
 def _default_num_ranks() -> int:
@@ -347,7 +343,7 @@ def supervise(run: Run, start: Callable[[], None], sync_timeout: float) -> None:
         try:
             _end_interrupted(run)
         except KeyboardInterrupt:
-            print("xla_fsdp: interrupted again; the process ends at once", file=sys.stderr)
+            _say("interrupted again; the process ends at once")
             _exit_now(INTERRUPTED_EXIT_CODE)
         raise
 
@@ -383,14 +379,12 @@ def _warn_once(run: Run, warned: set[str]) -> None:
     if not waiting or stacks in warned:
         return
     warned.add(stacks)
-    print(
-        f"xla_fsdp: ranks {waiting} have waited {WARN_AFTER:g} s in torch_xla.sync() to run a "
+    _say(
+        f"ranks {waiting} have waited {WARN_AFTER:g} s in torch_xla.sync() to run a "
         f"collective; ranks {missing} are elsewhere:\n{stacks}"
         "If such a rank is only slow, this is harmless. If it reads a value that needs a "
         "collective (.item(), .cpu(), print) and the waiting ranks do not, it can never get it, "
-        "and XLA ends the process about 15 s after it began: read such values on all ranks.",
-        file=sys.stderr,
-        flush=True,
+        "and XLA ends the process about 15 s after it began: read such values on all ranks."
     )
 
 
@@ -399,31 +393,30 @@ def _warn_of_compilation(run: Run, late: list[int], warned: set[str]) -> None:
     if str(late) in warned:
         return
     warned.add(str(late))
-    print(
-        f"xla_fsdp: ranks {others} have waited {WARN_AFTER:g} s in a collective for ranks {late}, "
+    _say(
+        f"ranks {others} have waited {WARN_AFTER:g} s in a collective for ranks {late}, "
         "which still compile: their program is another one. XLA ends the process about 15 s after "
         "the first began to wait. Let all ranks trace the same program: numbers that depend on the "
         "rank as tensors, torch.tensor(rank).to(device), the same tensors alive at "
         "torch_xla.sync(), values read (.item(), print) by all or by none, and batches of one "
         "shape (a DataLoader's last one is smaller unless drop_last=True). "
-        "XLA_FLAGS=--xla_backend_optimization_level=0 shortens compilation.",
-        file=sys.stderr,
-        flush=True,
+        "XLA_FLAGS=--xla_backend_optimization_level=0 shortens compilation."
     )
 
 
 def _end_start(run: Run, rank: int) -> None:
-    print(
-        f"xla_fsdp: rank {rank} has the process to itself until its first collective, "
+    _say(
+        f"rank {rank} has the process to itself until its first collective, "
         f"but has computed nothing for {START_PATIENCE:g} s. In case it waits for another rank, "
         f"those go on now; they may change its random numbers, sys.argv, environment and working "
         f"directory.\n"
-        f"{_stacks(run, [rank])}",
-        end="",
-        file=sys.stderr,
-        flush=True,
+        f"{_stacks(run, [rank])}"
     )
     run.end_seeding(rank)
+
+
+def _say(text: str) -> None:
+    print(f"xla_fsdp: {text.rstrip()}", file=sys.stderr, flush=True)
 
 
 def _stacks(run: Run, ranks: Sequence[int]) -> str:
@@ -441,7 +434,7 @@ def _end_failed(run: Run) -> NoReturn:
         # the interpreter waits for when it exits.
         forget_locals(each.error)
     if isinstance(failure.error, SystemExit):
-        print(f"xla_fsdp: {failure.message}", file=sys.stderr)  # Python says nothing of it
+        _say(failure.message)  # Python says nothing of it
         raise failure.error
     others = sorted({each.rank for each in run.failures[1:] if each.error is not None})
     message = failure.message + (f" (ranks {others} raised, too)" if others else "")
@@ -451,10 +444,9 @@ def _end_failed(run: Run) -> NoReturn:
 def _exit_blocked(failure: Failure, blocked: list[int]) -> NoReturn:
     if failure.error is not None:
         print("".join(traceback.format_exception(failure.error)).rstrip(), file=sys.stderr)
-    print(
-        f"xla_fsdp: {failure.message}\nRanks {blocked} do not stop (they may be blocked in a "
-        "collective that cannot complete any more): the process ends here.",
-        file=sys.stderr,
+    _say(
+        f"{failure.message}\nRanks {blocked} do not stop (they may be blocked in a "
+        "collective that cannot complete any more): the process ends here."
     )
     _exit_now(_exit_code_of(failure.error) or BLOCKED_EXIT_CODE)
 
@@ -466,8 +458,7 @@ def _end_interrupted(run: Run) -> None:
     run.wait(GRACE, for_all=True)
     blocked = run.join_finished()
     if blocked:
-        text = f"xla_fsdp: interrupted; ranks {blocked} are blocked, the process ends without them"
-        print(text, file=sys.stderr)
+        _say(f"interrupted; ranks {blocked} are blocked, the process ends without them")
         _exit_now(INTERRUPTED_EXIT_CODE)
 
 
@@ -488,7 +479,7 @@ def _exit_now(code: int) -> NoReturn:
         if not thread.daemon and thread is not threading.main_thread()
     ]
     if unfinished:
-        print(f"xla_fsdp: did not wait for the end of: {', '.join(unfinished)}", file=sys.stderr)
+        _say(f"did not wait for the end of: {', '.join(unfinished)}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

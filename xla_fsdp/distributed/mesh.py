@@ -56,7 +56,7 @@ def init_mesh(
     if world_size is None and coords is None:
         from xla_fsdp.xla import ops  # here, as a mesh can be made without torch_xla
 
-        world_size, coords = ops.world_size(), ops.torus_coords()
+        world_size, coords = ops.world_size(), ops.runtime().torus_coords()
     elif world_size is None:
         world_size = len(coords or ())
     problems = find_problems(shape, axis_names, world_size)
@@ -187,8 +187,6 @@ class Mesh:
         for dim in self._dims(axes):
             index = index * self.layout.shape[dim] + at[dim]
         return index
-
-    place = local_rank  # its former name
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
         """Return the mesh of some axes: ``mesh["shard"]``, ``mesh["replica", "shard"]``.

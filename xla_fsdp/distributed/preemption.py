@@ -62,9 +62,9 @@ class Preemption:
         import torch
 
         # Here, as the launcher must not load torch_xla.
-        from xla_fsdp.xla import ops, programs
+        from xla_fsdp.xla import hooks, ops
 
-        if programs.are_reads_watched():
+        if hooks.current_reader() is not None:
             raise RuntimeError(
                 "Preemption.vote() was called inside a compiled step, whose replays would not "
                 "vote; call it after the step"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_fsdp.distributed.cpu_ranks import MORE_BATCHES, Failure, Run, Unwind
+from xla_fsdp.distributed.cpu_ranks import Run
 from xla_fsdp.distributed.process_state import RandomState
 
 Together = Callable[[list[Any]], Sequence[Any]]
@@ -106,23 +106,15 @@ class TurnRun(Run):
             self._turn = able[0]
             self._changed.notify_all()
         elif self._visits:
-            self._fail_early_return_of(self._visits)
-
-    def _fail_early_return_of(self, visits: dict[int, Visit]) -> None:
-        left, waiting = sorted(self.finished), sorted(visits)
-        self.fail(
-            Failure(
+            left, waiting = sorted(self.finished), sorted(self._visits)
+            purpose = self._visits[waiting[0]].purpose
+            self._fail_uneven(
                 left[0],
-                f"ranks {waiting} wait for {visits[waiting[0]].purpose}, but ranks {left} have "
-                f"already returned. Every rank must take the same number of steps and call the "
-                f"same collectives; look for {MORE_BATCHES}, or an early return.",
+                f"ranks {waiting} wait for {purpose}, but ranks {left} have already returned",
             )
-        )
 
     def _await_turn(self, rank: int) -> None:
-        self._changed.wait_for(lambda: self._turn == rank or self.failures)
-        if self.failures:
-            raise Unwind
+        self._await(lambda: self._turn == rank)
         self._random_states.get(rank, self._first_state).restore()
 
     def _check_purposes(self, visits: Sequence[Visit]) -> None:

@@ -99,7 +99,7 @@ def _mesh(strategy: ShardingStrategy | None, given: Mesh | None) -> Mesh | None:
         has_shards_of_one = mesh.ndim == 2 and mesh.shape[1] == 1
         return mesh if has_shards_of_one else mesh.unsharded()
     if strategy in HYBRID and given is None:
-        return _one_replica_per_slice(ops.torus_coords())
+        return _one_replica_per_slice(ops.runtime().torus_coords())
     return given
 
 
@@ -144,7 +144,7 @@ def _hybrid_problems(name: str, mesh: Mesh | None, config: FSDPConfig) -> list[s
             f"{name} wants a mesh of two axes, replicas and shards; this one has "
             f"{', '.join(mesh.axis_names)}. Make it by init_mesh((2, 4), ('replica', 'shard')), say"
         ]
-    if mesh is None and _num_slices(ops.torus_coords()) < 2:
+    if mesh is None and _num_slices(ops.runtime().torus_coords()) < 2:
         return [
             f"{name} without a mesh makes each TPU slice a replica, and this job is not on several "
             f"slices; give device_mesh=init_mesh((2, 4), ('replica', 'shard')), say"

@@ -27,6 +27,7 @@ from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations import require
 from xla_fsdp.optim.clip_grad import clip_grad_norm_
 from xla_fsdp.optim.rebind import hold_shards
+from xla_fsdp.optim.traits import params_of
 from xla_fsdp.recipe.apply import parallelize
 from xla_fsdp.recipe.options import Recipe
 from xla_fsdp.state.checkpoint_manager import load_checkpoint
@@ -49,7 +50,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
         """Average the gradients of parameters that FSDP ignores over the ranks, once per step."""
         if self._ignored_are_reduced:
             return
-        for param in _params(self):
+        for param in params_of(self):
             if param.grad is not None and not is_sharded(param):
                 grad = param.grad.to(ops.device())  # an ignored parameter may be on the host
                 param.grad.copy_(ops.all_reduce("sum", grad, None) / ops.world_size())
@@ -138,7 +139,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Prepare as accelerate does; return a ``ShardedOptimizer`` for shards."""
         prepared = getattr(optimizer, "_is_accelerate_prepared", False)
-        if prepared or not any(is_sharded(param) for param in _params(optimizer)):
+        if prepared or not any(is_sharded(param) for param in params_of(optimizer)):
             return super().prepare_optimizer(optimizer, device_placement)
         if device_placement is None:
             device_placement = self.device_placement
@@ -292,13 +293,9 @@ def _sharded_root(model: nn.Module) -> XlaFullyShardedDataParallel | None:
     return None
 
 
-def _params(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
-
-
 def _holds_any(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
     given = set(map(id, params))
-    return any(id(param) in given for param in _params(optimizer))
+    return any(id(param) in given for param in params_of(optimizer))
 
 
 def _optimizer_of(model: nn.Module, optimizers: list[Any]) -> Optimizer | None:

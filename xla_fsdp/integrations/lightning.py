@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+from collections.abc import Iterator
 from functools import partial, wraps
 from importlib.util import find_spec
 from typing import Any
@@ -19,8 +20,6 @@ from xla_fsdp.recipe.apply import parallelize
 from xla_fsdp.xla.cpu_rank_patches import run_slot
 
 require("lightning-fabric" if find_spec("lightning_fabric") else "lightning")
-
-_PACKAGES = ("lightning_fabric", "lightning.fabric")  # two copies of the same code
 
 
 def install(cpu_ranks: int | None = None) -> None:
@@ -40,11 +39,9 @@ def install(cpu_ranks: int | None = None) -> None:
         UntestedVersionError: on import of this module, for an untested version of Lightning.
     """
     compat.install()
-    for package in _PACKAGES:
-        with contextlib.suppress(ImportError):
-            strategy = importlib.import_module(f"{package}.strategies").XLAFSDPStrategy
-            _take_recipes(strategy)
-            _save_together(strategy)
+    for strategies in _modules("strategies"):
+        _take_recipes(strategies.XLAFSDPStrategy)
+        _save_together(strategies.XLAFSDPStrategy)
     if cpu_ranks is None:
         return
     device = os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -54,13 +51,16 @@ def install(cpu_ranks: int | None = None) -> None:
             f"more, and ranks are threads on CPU only. Leave cpu_ranks out on a TPU"
         )
     run_slot().start_ranks = partial(launch, num_ranks=cpu_ranks)
-    for package in _PACKAGES:
-        try:
-            accelerator = importlib.import_module(f"{package}.accelerators").XLAAccelerator
-        except ImportError:
-            continue
-        accelerator.auto_device_count = staticmethod(lambda: cpu_ranks)
-        accelerator.is_available = staticmethod(lambda: True)
+    for accelerators in _modules("accelerators"):
+        accelerators.XLAAccelerator.auto_device_count = staticmethod(lambda: cpu_ranks)
+        accelerators.XLAAccelerator.is_available = staticmethod(lambda: True)
+
+
+def _modules(name: str) -> Iterator[Any]:
+    """Yield the module of each copy of Fabric that is installed."""
+    for package in ("lightning_fabric", "lightning.fabric"):
+        with contextlib.suppress(ImportError):
+            yield importlib.import_module(f"{package}.{name}")
 
 
 def _take_recipes(strategy: Any) -> None:

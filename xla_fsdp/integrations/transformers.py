@@ -121,7 +121,8 @@ def shard_as_configured(model: nn.Module, args: Any) -> XlaFullyShardedDataParal
     if problems := list(_problems(model, args, names)):
         raise ValueError(f"fsdp_config cannot be followed: {'; '.join(problems)}")
     if "recipe" in args.xla_fsdp_config:
-        policy = _policy(model, config, names) if _chooses_units(config) else None
+        chooses = config["min_num_params"] or config.get("transformer_layer_cls_to_wrap")
+        policy = _policy(model, config, names) if chooses else None
         return parallelize(model, None, auto_wrap_policy=policy, **args.xla_fsdp_config).model
     recompute = bool(config["xla_fsdp_grad_ckpt"])
     model_config: Any = getattr(model, "config", None)
@@ -132,10 +133,6 @@ def shard_as_configured(model: nn.Module, args: Any) -> XlaFullyShardedDataParal
     return XlaFullyShardedDataParallel(
         model, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **args.xla_fsdp_config
     )
-
-
-def _chooses_units(config: Mapping[str, Any]) -> bool:
-    return bool(config["min_num_params"] or config.get("transformer_layer_cls_to_wrap"))
 
 
 def _recomputing(module: nn.Module, **options: Any) -> nn.Module:

@@ -8,6 +8,7 @@ running variance is unbiased, as in torch.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from xla_fsdp.distributed.higher_order import mapped
 from xla_fsdp.xla import ops
 
 
@@ -133,11 +135,11 @@ class SyncBatchNorm(_BatchNorm):
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         dims = [dim for dim in range(input.dim()) if dim != 1]
         own_count = wide.new_full((1,), input.numel() // self.num_features)
-        sums = _AllReduce.apply(torch.cat([wide.sum(dims), own_count]), self.groups)
+        sums = _all_reduce(torch.cat([wide.sum(dims), own_count]), self.groups)
         count = sums[-1:].detach()
         mean = sums[:-1] / count
         centered = wide - _as_channels(mean, input)
-        var = _AllReduce.apply(centered.square().sum(dims), self.groups) / count
+        var = _all_reduce(centered.square().sum(dims), self.groups) / count
         return centered, mean, var, count
 
     @torch.no_grad()
@@ -153,17 +155,10 @@ class SyncBatchNorm(_BatchNorm):
                 running.copy_(running + momentum * (value.to(running.dtype) - running))
 
 
-class _AllReduce(torch.autograd.Function):
+def _all_reduce(value: Tensor, groups: ops.Groups) -> Tensor:
     """Sum over ranks; the gradient is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, groups: ops.Groups) -> Tensor:
-        ctx.groups = groups
-        return _sum_over_ranks(value, groups)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _AllReduce.apply(grad, ctx.groups), None
+    total = partial(_sum_over_ranks, groups=groups)
+    return mapped(value, total, total)
 
 
 def _sum_over_ranks(value: Tensor, groups: ops.Groups) -> Tensor:

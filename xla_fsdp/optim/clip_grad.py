@@ -104,7 +104,7 @@ def get_total_norm(
     owners = owners_of_grads(given)
     check_gradients([known_group(owner) for owner in owners], "get_total_norm")
     sliced, unsharded = _divided(zip(owners, given, strict=True), None)
-    norm = norm_over_ranks(sliced, unsharded, norm_type, ops.device())
+    norm = norm_over_ranks(sliced, unsharded, norm_type)
     if error_if_nonfinite:
         _check_finite(norm, norm_type)
     return norm
@@ -145,7 +145,7 @@ def clip_grads(
     """
     distinct = {id(param): param for param in parameters}.values()
     sliced, unsharded = _divided(((param, param.grad) for param in distinct), over)
-    return clip_grads_by_norm_(sliced, unsharded, max_norm, norm_type, ops.device())
+    return clip_grads_by_norm_(sliced, unsharded, max_norm, norm_type)
 
 
 def _divided(
@@ -167,11 +167,7 @@ def _divided(
 
 @torch.no_grad()
 def clip_grads_by_norm_(
-    sliced: Sequence[Slices],
-    unsharded: Sequence[Tensor],
-    max_norm: float,
-    norm_type: float,
-    device: torch.device,
+    sliced: Sequence[Slices], unsharded: Sequence[Tensor], max_norm: float, norm_type: float
 ) -> Tensor:
     """Scale gradients in place so that their norm over all ranks is at most ``max_norm``.
 
@@ -180,9 +176,11 @@ def clip_grads_by_norm_(
         unsharded: unsharded gradients, the same on every rank.
         max_norm: the largest norm allowed.
         norm_type: p of the p-norm; ``inf`` for the largest magnitude.
-        device: where the norm, a scalar in fp32, is computed.
+
+    Returns:
+        The norm, a lazy fp32 scalar on the device.
     """
-    total = norm_over_ranks(sliced, unsharded, norm_type, device)
+    total = norm_over_ranks(sliced, unsharded, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for grad in [*(grad for part in sliced for grad in part.grads), *unsharded]:
         grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
@@ -190,13 +188,13 @@ def clip_grads_by_norm_(
 
 
 def norm_over_ranks(
-    sliced: Sequence[Slices], unsharded: Sequence[Tensor], norm_type: float, device: torch.device
+    sliced: Sequence[Slices], unsharded: Sequence[Tensor], norm_type: float
 ) -> Tensor:
     """Return the norm over all ranks; arguments are those of ``clip_grads_by_norm_``."""
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-    parts = [_norm_of_slices(part, norm_type, device) for part in sliced]
-    return _combined([*parts, *_norms(unsharded, norm_type, device)], norm_type, device)
+    parts = [_norm_of_slices(part, norm_type) for part in sliced]
+    return _combined([*parts, *_norms(unsharded, norm_type)], norm_type)
 
 
 @torch.no_grad()
@@ -224,8 +222,8 @@ def shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
     return by
 
 
-def _norm_of_slices(part: Slices, p: float, device: torch.device) -> Tensor:
-    norm = _combined(_norms(part.grads, p, device), p, device)
+def _norm_of_slices(part: Slices, p: float) -> Tensor:
+    norm = _combined(_norms(part.grads, p), p)
     for collectives in part.collectives:
         if math.isinf(p):
             norm = collectives.all_reduce("max", norm)
@@ -234,15 +232,15 @@ def _norm_of_slices(part: Slices, p: float, device: torch.device) -> Tensor:
     return norm
 
 
-def _combined(norms: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
+def _combined(norms: Sequence[Tensor], p: float) -> Tensor:
     """Return the norm of all the vectors that have these norms."""
     # torch's norm of a tensor, never Python's max over scalars: that would sync for each of them.
-    return torch.linalg.vector_norm(torch.stack([torch.zeros((), device=device), *norms]), p)
+    return torch.linalg.vector_norm(torch.stack([torch.zeros((), device=ops.device()), *norms]), p)
 
 
-def _norms(grads: Iterable[Tensor], p: float, device: torch.device) -> list[Tensor]:
+def _norms(grads: Iterable[Tensor], p: float) -> list[Tensor]:
     return [
-        torch.linalg.vector_norm(grad, p, dtype=torch.float32).to(device)
+        torch.linalg.vector_norm(grad, p, dtype=torch.float32).to(ops.device())
         for grad in grads
         if grad.numel()
     ]

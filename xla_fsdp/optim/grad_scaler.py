@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.fsdp.engine.registry import known_group
-from xla_fsdp.optim.traits import takes_found_inf
+from xla_fsdp.optim.traits import params_of, takes_found_inf
 from xla_fsdp.xla import ops
 
 
@@ -21,8 +21,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     An optimizer whose ``step`` takes ``found_inf`` (those of ``torch_xla.amp.syncfree``) decides on
     the device; for others the value is read, which ends the step's program before the optimizer.
-    Parameters that ``step_in_backward`` steps are refused: they are stepped with scaled gradients
-    before an overflow anywhere is known.
+    Parameters that ``step_in_backward`` steps are refused (RuntimeError): they are stepped with
+    scaled gradients before an overflow anywhere is known.
 
     Args:
         init_scale: first factor.
@@ -46,26 +46,6 @@ class ShardedGradScaler(torch.amp.GradScaler):
         super().__init__("xla", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._groups = groups
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, as torch does.
-
-        Raises:
-            RuntimeError: if parameters are stepped in backward, and as in torch.
-        """
-        if self.is_enabled():
-            _check_steps_after_backward(optimizer)
-        super().unscale_(optimizer)
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer unless a gradient overflowed, as torch does.
-
-        Raises:
-            RuntimeError: if parameters are stepped in backward, and as in torch.
-        """
-        if self.is_enabled():
-            _check_steps_after_backward(optimizer)
-        return super().step(optimizer, *args, **kwargs)
-
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -73,6 +53,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
+        _check_steps_after_backward(optimizer)
         # True allows fp16 gradients, which torch refuses; shards of fp16 parameters have them.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         # A rank without gradients must join the all-reduce; ignored parameters may be on the CPU.
@@ -97,7 +78,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 def _check_steps_after_backward(optimizer: torch.optim.Optimizer) -> None:
     """Raise RuntimeError if a parameter is stepped in backward, before its gradient is unscaled."""
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
+    for param in params_of(optimizer):
         found = known_group(param)
         if found is not None and found.steps_in_backward:
             raise RuntimeError(

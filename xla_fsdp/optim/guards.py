@@ -8,6 +8,7 @@ not guarded.
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from threading import Lock
@@ -36,8 +37,14 @@ from xla_fsdp.fsdp.engine.registry import (
 )
 from xla_fsdp.fsdp.engine.shard_tensor import is_part, is_sharded
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
-from xla_fsdp.optim.initial_state import MakesState
-from xla_fsdp.optim.traits import acts_elementwise, needs_closure, steps_elementwise
+from xla_fsdp.optim.initial_state import make_missing_states
+from xla_fsdp.optim.traits import (
+    StepWatch,
+    acts_elementwise,
+    needs_closure,
+    params_of,
+    steps_elementwise,
+)
 from xla_fsdp.state import save_guards
 from xla_fsdp.xla import ops
 
@@ -53,16 +60,16 @@ class _OptimizerGuard:
         """Check all optimizers from now on; return whether that is new."""
         is_new, self._is_registered = not self._is_registered, True
         if is_new:
-            MakesState.register()
-            register_optimizer_step_pre_hook(self)
-            register_optimizer_step_post_hook(_AfterStep())
+            make_missing_states()
+            register_optimizer_step_pre_hook(StepWatch(self._before_step))
+            register_optimizer_step_post_hook(StepWatch(lambda optimizer: end_step()))
         return is_new
 
     def forget(self) -> None:
         """Check every optimizer again, as a new unit may have replaced its parameters."""
         self._num_checked.clear()
 
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         self._check(optimizer)
         _refuse_partial_stacks(optimizer)
         forget_order(optimizer)
@@ -72,19 +79,11 @@ class _OptimizerGuard:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._num_checked.get(optimizer) == count:
             return
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                _refuse_replaced(optimizer, param)
+        for param in params_of(optimizer):
+            _refuse_replaced(optimizer, param)
         _refuse_empty_groups(optimizer)
         _warn_unless_elementwise(optimizer)
         self._num_checked[optimizer] = count
-
-
-class _AfterStep:
-    """Ends what ``_OptimizerGuard`` begins with each step."""
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        end_step()
 
 
 # Process-wide, not by rank, as are the functions that are replaced.
@@ -99,9 +98,9 @@ def install() -> None:
         ops.before_gather_with_gradient(_warn_of_gather)
         _optimizer_guard.forget()
         if _optimizer_guard.register():
-            _replace("clip_grad_norm_", _refuse_shards)
-            _replace("get_total_norm", _count_all_ranks)
-            _replace("clip_grads_with_norm_", _need_gradients_of_shards)
+            _guard("clip_grad_norm_", _refuse_shards)
+            _guard("get_total_norm", _count_all_ranks)
+            _guard("clip_grads_with_norm_", _need_gradients_of_shards)
             save_guards.install()
             conversions.install()
             guard_state_dicts()
@@ -119,58 +118,42 @@ def _warn_of_gather() -> None:
     )
 
 
-def is_guard(hook: Any) -> bool:
-    """Return whether a global hook of optimizer steps is this module's guard, or only watches."""
-    return isinstance(hook, _OptimizerGuard | _AfterStep) or hasattr(hook, "only_watches")
+def _guard(name: str, instead: Callable[[list[Tensor]], Callable[..., Any] | None]) -> None:
+    """Let a function of ``torch.nn.utils``, under both names that it may have, first show
+    ``instead`` its tensors; that may return what is to be called in its place."""
+    original = getattr(torch.nn.utils, name)
+    signature = inspect.signature(original)
 
-
-def _replace(name: str, guard: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``guard`` around a function of ``torch.nn.utils``, under both names that it may have."""
-    guarded = guard(getattr(torch.nn.utils, name))
-    setattr(torch.nn.utils, name, guarded)
-    own = name if hasattr(torch_clip_grad, name) else f"_{name}"
-    setattr(torch_clip_grad, own, guarded)
-
-
-def _count_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def guarded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        first, tensors = next(iter(bound.arguments.items()))
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        refuse_shown(given, "torch.nn.utils.get_total_norm")
-        if any(is_part(owner) for owner in owners_of_grads(given)):
-            return get_total_norm(given, *args, **kwargs)
-        return original(given, *args, **kwargs)
+        refuse_shown(given, f"torch.nn.utils.{name}")
+        bound.arguments[first] = given
+        return (instead(given) or original)(*bound.args, **bound.kwargs)
 
-    return guarded
-
-
-def _need_gradients_of_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        refuse_shown(given, "torch.nn.utils.clip_grads_with_norm_")
-        check_gradients([known_group(param) for param in given], "clip_grads_with_norm_")
-        return original(given, *args, **kwargs)
-
-    return guarded
+    setattr(torch.nn.utils, name, guarded)
+    setattr(torch_clip_grad, name if hasattr(torch_clip_grad, name) else f"_{name}", guarded)
 
 
-def _refuse_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        refuse_shown(given, "torch.nn.utils.clip_grad_norm_")
-        if any(is_part(param) for param in given):
-            raise RuntimeError(
-                "torch.nn.utils.clip_grad_norm_ was given parameters sharded by xla_fsdp. Each "
-                "rank would compute the norm of its own slices and scale by another factor. Call "
-                "xla_fsdp.clip_grad_norm_ with the same arguments, or "
-                "model.clip_grad_norm_(max_norm) on the outermost sharded module"
-            )
-        check_gradients([known_group(param) for param in given], "clip_grad_norm_")
-        return original(given, *args, **kwargs)
+def _count_all_ranks(given: list[Tensor]) -> Callable[..., Tensor] | None:
+    return get_total_norm if any(map(is_part, owners_of_grads(given))) else None
 
-    return guarded
+
+def _need_gradients_of_shards(given: list[Tensor]) -> None:
+    check_gradients([known_group(param) for param in given], "clip_grads_with_norm_")
+
+
+def _refuse_shards(given: list[Tensor]) -> None:
+    if any(map(is_part, given)):
+        raise RuntimeError(
+            "torch.nn.utils.clip_grad_norm_ was given parameters sharded by xla_fsdp. Each "
+            "rank would compute the norm of its own slices and scale by another factor. Call "
+            "xla_fsdp.clip_grad_norm_ with the same arguments, or "
+            "model.clip_grad_norm_(max_norm) on the outermost sharded module"
+        )
+    check_gradients([known_group(param) for param in given], "clip_grad_norm_")
 
 
 def _of_full_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,28 +184,26 @@ def _refuse_replaced(optimizer: Optimizer, param: Tensor) -> None:
 
 def _refuse_partial_stacks(optimizer: Optimizer) -> None:
     """Raise RuntimeError if some blocks of a stack have no gradient, and others have."""
-    for group in optimizer.param_groups:
-        for stack in group["params"]:
-            if not getattr(stack, "is_stack", False) or stack.grad is None:
-                continue
-            if missing := slices_without_grads(stack, held_shape(stack)[0]):
-                known = known_shard(stack)
-                name = "a stack" if known is None else f"the stack of {_names(known)}"
-                raise RuntimeError(
-                    f"blocks {', '.join(map(str, missing))} have no gradient in {name}, and others "
-                    f"have: backward has not used them (layers that are dropped, detached, run "
-                    f"without gradients, or never called). "
-                    f"A stack is stepped as one, so {type(optimizer).__name__} would decay and "
-                    f"move these, too. Give each block parameters of its own: "
-                    f'parallelize(..., "plain"), Recipe(stacked=False), or scan_layers without '
-                    f"stacked"
-                )
+    for stack in params_of(optimizer):
+        if not getattr(stack, "is_stack", False) or stack.grad is None:
+            continue
+        if missing := slices_without_grads(stack, held_shape(stack)[0]):
+            known = known_shard(stack)
+            name = "a stack" if known is None else f"the stack of {_names(known)}"
+            raise RuntimeError(
+                f"blocks {', '.join(map(str, missing))} have no gradient in {name}, and others "
+                f"have: backward has not used them (layers that are dropped, detached, run "
+                f"without gradients, or never called). A stack is stepped as one, so "
+                f"{type(optimizer).__name__} would decay and move these, too. Give each block "
+                f'parameters of its own: parallelize(..., "plain"), Recipe(stacked=False), or '
+                f"scan_layers without stacked"
+            )
 
 
 def _refuse_empty_groups(optimizer: Optimizer) -> None:
     # A group chosen by name, as for weight decay, finds no parameter among flat shards.
     empty = [i for i, group in enumerate(optimizer.param_groups) if not group["params"]]
-    known = (known_shard(p) for group in optimizer.param_groups for p in group["params"])
+    known = map(known_shard, params_of(optimizer))
     flat = next((param for param in known if param is not None and param.is_flat), None)
     if empty and flat is not None:
         names = ", ".join(original.names[0] for original in flat.originals)
@@ -238,8 +219,7 @@ def _warn_unless_elementwise(optimizer: Optimizer) -> None:
     # An elementwise optimizer steps a shard, or a stack, as it would step the whole parameter.
     if getattr(optimizer, "steps_whole_parameters", False):
         return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    parts = [param for param in params if not _is_whole(param)]
+    parts = [param for param in params_of(optimizer) if not _is_whole(param)]
     if parts and not steps_elementwise(optimizer) and not acts_elementwise(optimizer):
         name = type(optimizer).__name__
         stacks = [param for param in parts if getattr(param, "is_stack", False)]

@@ -15,17 +15,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.optim.guards import is_guard
+from xla_fsdp.optim.traits import StepWatch, params_of
 
-NOT_SEARCHED = (str, bytes, type, ModuleType, FunctionType, MethodType, nn.Module)
+NOT_SEARCHED = (str, bytes, type, ModuleType, FunctionType, MethodType, nn.Module, StepWatch)
 """The parameters of modules are replaced in these."""
 
 
 def held_elsewhere(optimizer: Optimizer) -> str:
     """Return a place other than the ``params`` of groups where ``optimizer`` holds one of its
     parameters, as "self.inner[0]"; an empty string if there is none."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    held = HeldParams({id(param): param for param in params})
+    held = HeldParams({id(param): param for param in params_of(optimizer)})
     held.search(optimizer)
     return next(iter(held.places), "")
 
@@ -72,7 +71,7 @@ class HeldParams:
             return self._new_tensor(value, place, is_own=is_own)
         if isinstance(value, int) and value in self._new:
             self.problems.append(f"{place} (the id of a parameter)")
-        if isinstance(value, NOT_SEARCHED) or is_guard(value):
+        if isinstance(value, NOT_SEARCHED):
             return value
         if id(value) not in self._seen:
             self._seen[id(value)] = value  # what is inside may hold it

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from xla_fsdp.distributed.random_bits import random_bits, salt_of
 from xla_fsdp.fsdp.engine.positional_state import fitting, in_own_order
-from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
-from xla_fsdp.optim.traits import is_elementwise
+from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer, free
+from xla_fsdp.optim.traits import is_elementwise, params_of
 from xla_fsdp.xla import ops
 
 # The entry of a parameter's state that holds its master weight.
@@ -141,30 +141,8 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
             param_group = {ROUNDED_STEPS: 0, **param_group}
         super().add_param_group(param_group)
 
-    @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        found_inf: Tensor | None = None,
-        **others: Any,
-    ) -> Any:
-        """Make one step of ``inner_class`` in fp32.
-
-        Args:
-            closure: computes loss and gradients again; called once.
-            found_inf: for the optimizers of ``torch_xla.amp.syncfree``: a scalar, not 0 skips the
-                step.
-            others: given to the ``step`` of ``inner_class``.
-
-        Returns:
-            The closure's result.
-
-        Raises:
-            ValueError: if ``found_inf`` is given to an optimizer that does not take it.
-        """
-        result = self._begin_step(closure, found_inf)
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+        stepped = [param for param in params_of(self) if param.grad is not None]
         salts = self._salts(stepped)
         for param in stepped:
             self._to_inner(param)
@@ -173,7 +151,6 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
             self._from_inner(param, salts.get(param))
         for group in self.param_groups if self._rounds else ():
             group[ROUNDED_STEPS] += 1
-        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but without casts: torch would cast master weights to the 16-bit
@@ -183,9 +160,8 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
             super().load_state_dict(state_dict)
         for group in self.param_groups if self._rounds else ():
             group.setdefault(ROUNDED_STEPS, 0)  # saved without rounding
-        order = [param for group in self.param_groups for param in group["params"]]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        for param, name in zip(order, names, strict=True):
+        for param, name in zip(params_of(self), names, strict=True):
             for entry, value in state_dict["state"].get(name, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     device = self.state[param][entry].device
@@ -216,18 +192,17 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         if self._keeps_masters:
             self.state[param][MASTER] = fp32
         else:
-            _free(fp32)
+            free(fp32)
 
     def _take_initial_state(self) -> None:
         """Move state that the inner optimizer created in its constructor to the parameters. Free
         the fp32 values, which the first step copies, as parameters may change before it."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                fp32 = self.surrogate(param)
-                if fp32 in self.inner.state:
-                    self.state[param] = self.inner.state.pop(fp32)
-                if fp32 is not param and MASTER not in self.state.get(param, {}):
-                    _free(fp32)
+        for param in params_of(self):
+            fp32 = self.surrogate(param)
+            if fp32 in self.inner.state:
+                self.state[param] = self.inner.state.pop(fp32)
+            if fp32 is not param and MASTER not in self.state.get(param, {}):
+                free(fp32)
 
     def _salts(self, params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Return hash inputs for rounding, int32 [1] on the parameters' device, by one upload."""
@@ -242,7 +217,3 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         numbers = torch.tensor([salt[param] for param in rounded], dtype=torch.int32)
         salts = ops.upload(numbers) if rounded[0].device.type == "xla" else numbers
         return dict(zip(rounded, salts.split(1), strict=True))
-
-
-def _free(fp32: nn.Parameter) -> None:
-    fp32.data = fp32.new_empty(0)

@@ -26,11 +26,17 @@ from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.scopes import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.optim.guards import is_guard
 from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.initial_state import make_state_of
 from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
-from xla_fsdp.optim.traits import STEPS_SLICES_OF, device_options, needs_closure, steps_elementwise
+from xla_fsdp.optim.traits import (
+    STEPS_SLICES_OF,
+    StepWatch,
+    device_options,
+    needs_closure,
+    params_of,
+    steps_elementwise,
+)
 
 
 def step_in_backward(
@@ -81,7 +87,7 @@ def _problems(units: list[FSDPState], optimizer: Optimizer) -> Iterator[str]:
             "it first, or call optimizer.step() after backward"
         )
         return
-    held = {id(param) for param in _params(optimizer)}
+    held = {id(param) for param in params_of(optimizer)}
     if not any(id(shard) in held for unit in units for shard in unit.group.leaves):
         yield (
             f"{type(optimizer).__name__} holds no shard of the model; create it after wrapping, "
@@ -111,7 +117,7 @@ class StepInBackward:
         self._model = weakref.ref(model)
         self._units = [weakref.ref(unit) for unit in units]
         self._optimizer = weakref.ref(optimizer)
-        held = {id(param) for param in _params(optimizer)}
+        held = {id(param) for param in params_of(optimizer)}
         unit_of = {
             shard: unit
             for unit in units
@@ -153,7 +159,7 @@ class StepInBackward:
         own = [leaf for unit in units for leaf in unit.group.leaves]
         if model is None or not any(leaf.requires_grad for leaf in own):
             return
-        known = {id(each) for each in (*own, *model.parameters(), *_params(optimizer))}
+        known = {id(each) for each in (*own, *model.parameters(), *params_of(optimizer))}
         if any(id(leaf) not in known for leaf in _trained_before(inputs)):
             kind = type(getattr(model, "module", model)).__name__  # of what a wrapper wraps
             raise RuntimeError(
@@ -200,20 +206,15 @@ class StepInBackward:
 
 
 class _StepsSinceStep:
-    """The parameters that were stepped in backward since the user's last ``optimizer.step()``.
-
-    Called as a hook on the optimizer's steps.
-    """
-
-    only_watches = True  # loops may step slices
+    """The parameters that were stepped in backward since the user's last ``optimizer.step()``."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._passes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._is_watching = True
-        self.hook = optimizer.register_step_pre_hook(self)
+        self.hook = optimizer.register_step_pre_hook(StepWatch(self._before_step))
 
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         if self._is_watching and optimizer is self._optimizer():  # no copy that steps slices
             self._passes = WeakTensorKeyDictionary()
 
@@ -255,14 +256,10 @@ def _trained_before(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         waiting += [before for before, _ in node.next_functions]
 
 
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 @contextlib.contextmanager
 def _other_grads_hidden(optimizer: Optimizer, shard: Tensor) -> Iterator[None]:
     """Hide other gradients inside the block, so that the optimizer steps ``shard`` alone."""
-    others = [param for param in _params(optimizer) if param is not shard]
+    others = [param for param in params_of(optimizer) if param is not shard]
     grads = [(param, param.grad) for param in others if param.grad is not None]
     for param, _ in grads:
         param.grad = None
@@ -369,7 +366,7 @@ class OptimizerSliceSteps:
 def can_slice(optimizer: Optimizer, stacks: Sequence[Tensor]) -> bool:
     """Return whether stepping slices gives the same result as stepping the stacks, and no hook on
     the optimizer or a stack (except the one that steps it) would see a difference."""
-    held = {id(param) for param in _params(optimizer)}
+    held = {id(param) for param in params_of(optimizer)}
     return (
         _steps_slices_alike(optimizer)
         and all(id(stack) in held and _has_no_grad_or_hooks(stack) for stack in stacks)
@@ -391,7 +388,7 @@ def _steps_slices_alike(optimizer: Optimizer) -> bool:
     return (
         steps_elementwise(optimizer)
         and not hasattr(optimizer, "inner")
-        and all(map(is_guard, hooks))
+        and all(isinstance(hook, StepWatch) for hook in hooks)
         and all(group[name] == value for group in optimizer.param_groups for name, value in wanted)
         and (own_step is None or getattr(own_step, "_wrapped_by_lr_sched", False))
         and not held_elsewhere(optimizer)

@@ -8,10 +8,10 @@ before, both are one program.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.optim.traits import STEPS_SLICES_OF
+from xla_fsdp.optim.traits import STEPS_SLICES_OF, StepWatch, params_of
 from xla_fsdp.xla import ops
 
 MAKERS = (
@@ -68,9 +68,12 @@ def make_state_of(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
 
 def _missing(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters on an XLA device without state."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
     with torch._C.DisableTorchFunctionSubclass():  # no need to ask whether shards may be read
-        return [p for p in params if p.device.type == "xla" and not optimizer.state.get(p)]
+        return [
+            param
+            for param in params_of(optimizer)
+            if param.device.type == "xla" and not optimizer.state.get(param)
+        ]
 
 
 def _fill(optimizer: Optimizer, params: list[Tensor]) -> None:
@@ -88,8 +91,8 @@ def _fill(optimizer: Optimizer, params: list[Tensor]) -> None:
                     made.append((optimizer.state[param], name, value, values[name]))
                 else:
                     optimizer.state[param][name] = value
-    zeros = _Filled()
-    tensors = ops.upload_all([zeros.like(value, number) for *_, value, number in made])
+    filled = functools.cache(_filled)
+    tensors = ops.upload_all([filled(v.shape, v.dtype, number) for *_, v, number in made])
     for (state, name, *_), tensor in zip(made, tensors, strict=True):
         state[name] = tensor
 
@@ -147,38 +150,20 @@ def _numbers_of(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> d
     }
 
 
-class _Filled:
-    """Makes host tensors of one number; those of zeros take no memory."""
-
-    def __init__(self) -> None:
-        self._made: dict[Any, Tensor] = {}
-
-    def like(self, value: Tensor, number: float) -> Tensor:
-        """Return a tensor of the shape and dtype of ``value``."""
-        key = (value.shape, value.dtype, number)
-        if key not in self._made:
-            made = torch.empty(0 if value.nbytes else value.shape, dtype=value.dtype)
-            if value.nbytes:  # not torch.zeros, which would write to the pages
-                pages = torch.from_numpy(np.zeros(value.nbytes, np.uint8))
-                made = pages.view(value.dtype).view(value.shape)
-            self._made[key] = made.fill_(number) if number else made
-        return self._made[key]
+def _filled(shape: torch.Size, dtype: torch.dtype, number: float) -> Tensor:
+    """Return a host tensor of one number; of zeros it takes no memory."""
+    # Not torch.zeros, which would write to the pages.
+    made = torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8))
+    made = made.view(dtype).view(shape) if shape.numel() else torch.empty(shape, dtype=dtype)
+    return made.fill_(number) if number else made
 
 
-class MakesState:
-    """A hook that makes the state of parameters that are about to be stepped the first time: those
-    without a gradient have none, as without it."""
+@functools.cache
+def make_missing_states() -> RemovableHandle:
+    """Make, before the steps of all optimizers of the process from now on, the state of parameters
+    that are stepped the first time: those without a gradient have none, as without it."""
 
-    only_watches = True  # loops may step slices
-    _registering = Lock()
-    _registered: RemovableHandle | None = None
-
-    @classmethod
-    def register(cls) -> None:
-        """Run before the steps of all optimizers of the process from now on."""
-        with cls._registering:
-            if cls._registered is None:
-                cls._registered = register_optimizer_step_pre_hook(cls())
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(optimizer: Optimizer) -> None:
         _fill(optimizer, [param for param in _missing(optimizer) if param.grad is not None])
+
+    return register_optimizer_step_pre_hook(StepWatch(before_step))

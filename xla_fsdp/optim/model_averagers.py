@@ -65,6 +65,7 @@ class ModelAverager(ABC):
     def groups_of(self, step: int) -> Groups | None:
         """Return the groups of ranks that average at a ``step`` after the warm-up, None if none."""
 
+    @torch.no_grad()
     def average_parameters(
         self, params: Params, masters: Mapping[Tensor, Tensor] | None = None
     ) -> None:
@@ -85,7 +86,11 @@ class ModelAverager(ABC):
         """
         groups = self.groups_of(self.step) if self.step >= self.warmup_steps else None
         if groups is not None:
-            _average(list(self._with_grad(params)), masters or {}, groups)
+            averaged, held = list(self._with_grad(params)), masters or {}
+            _average_in_place([held.get(param, param) for param in averaged], groups)
+            for param in averaged:
+                if param in held:
+                    param.copy_(held[param])
         self.step += 1
 
     def _with_grad(self, params: Params) -> Iterator[Tensor]:
@@ -276,14 +281,6 @@ def _warn_about_every_step() -> None:
         "a longer period is what saves traffic",
         stacklevel=3,
     )
-
-
-@torch.no_grad()
-def _average(params: list[Tensor], masters: Mapping[Tensor, Tensor], groups: Groups) -> None:
-    _average_in_place([masters.get(param, param) for param in params], groups)
-    for param in params:
-        if param in masters:
-            param.copy_(masters[param])
 
 
 def _average_in_place(tensors: Sequence[Tensor], groups: Groups) -> None:

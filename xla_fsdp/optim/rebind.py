@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from xla_fsdp.distributed.placement import current
 from xla_fsdp.fsdp.engine.param import known_shard
 from xla_fsdp.optim.held_params import HeldParams
+from xla_fsdp.optim.traits import params_of
 
 
 def hold_shards(optimizer: Optimizer) -> None:
@@ -24,10 +25,10 @@ def hold_shards(optimizer: Optimizer) -> None:
             stack is in several groups; if it keeps copies of parameters, or keeps parameters of
             which several became one elsewhere than in its groups. Nothing is changed then.
     """
-    new = {id(param): _current(param) for param in _params(optimizer)}
+    new = {id(param): _current(param) for param in params_of(optimizer)}
     if all(id(each) == old for old, each in new.items()):
         return
-    held = HeldParams(new, frozenset(param.shape for param in _params(optimizer)))
+    held = HeldParams(new, frozenset(param.shape for param in params_of(optimizer)))
     held.search(optimizer)
     for each in held.optimizers:
         _check_can_change(each, [_unique(new, group["params"]) for group in each.param_groups])
@@ -36,10 +37,6 @@ def hold_shards(optimizer: Optimizer) -> None:
     groups = {id(group["params"]): group for each in held.optimizers for group in each.param_groups}
     for group in groups.values():
         _replace_in_group(group, new)
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _current(param: Tensor) -> Tensor:

@@ -7,15 +7,20 @@ step, as schedulers change those of the outer one, and back after it, as a step 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.optim.initial_state import MakesState
+from xla_fsdp.distributed.collectives import Collectives
+from xla_fsdp.distributed.mesh import Mesh
+from xla_fsdp.distributed.mesh_axis import AxisComm
+from xla_fsdp.distributed.placement import TensorPlacement
+from xla_fsdp.optim.initial_state import make_missing_states
 from xla_fsdp.optim.traits import device_options, takes_found_inf
+from xla_fsdp.xla import ops
 
 NOT_OPTIONS = ("params", "param_names")
 
@@ -38,7 +43,7 @@ class SurrogateOptimizer(Optimizer, ABC):
     def __init__(
         self, params: Iterable[Any], inner_class: Callable[..., Optimizer], defaults: dict[str, Any]
     ) -> None:
-        MakesState.register()
+        make_missing_states()
         defaults = {**device_options(inner_class), **defaults}
         super().__init__(params, {})  # without defaults: they are copied from the inner optimizer
         self.inner = inner_class([self._as_inner(g) for g in self.param_groups], **defaults)
@@ -83,13 +88,40 @@ class SurrogateOptimizer(Optimizer, ABC):
     def _options_from_inner(self) -> None:
         _copy_options(self.inner.param_groups, self.param_groups)
 
-    def _begin_step(self, closure: Callable[[], Any] | None, found_inf: Any) -> Any:
-        """Check the arguments of a step, and return what the closure does."""
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        found_inf: Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        """Make one step of the inner optimizer. Where ranks share parameters, all must call it.
+
+        Args:
+            closure: computes loss and gradients again; called once.
+            found_inf: for the optimizers of ``torch_xla.amp.syncfree``: a scalar, not 0 skips the
+                step; the same on every rank, as ``ShardedGradScaler`` makes it.
+            others: given to the ``step`` of the inner optimizer.
+
+        Returns:
+            The closure's result.
+
+        Raises:
+            ValueError: if ``found_inf`` is given to an optimizer that does not take it, or if
+                flattened parameters have state of another shape than their own.
+        """
         self._check_found_inf(found_inf)
-        if not closure:  # callers of torch's own ZeRO pass 0, too
-            return None
-        with torch.enable_grad():
-            return closure()
+        result = None
+        if closure:  # callers of torch's own ZeRO pass 0, too
+            with torch.enable_grad():
+                result = closure()
+        self._step_surrogates(found_inf, others)
+        return result
+
+    @abstractmethod
+    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+        """Give the surrogates values and gradients, ``_step_inner``, and take the results."""
 
     def _step_inner(self, found_inf: Any, others: dict[str, Any]) -> None:
         self._options_to_inner()
@@ -104,6 +136,37 @@ class SurrogateOptimizer(Optimizer, ABC):
                 f"{type(self.inner).__name__} cannot skip a step by found_inf; use an optimizer of "
                 f"torch_xla.amp.syncfree, or decide on the host whether to step"
             )
+
+
+class OwnParts:
+    """Selects this rank's part of tensors; its numbers among others are inputs of programs, not
+    constants, so that all ranks have one program."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[Hashable, Tensor] = {}
+        self._axes: dict[Mesh, AxisComm] = {}
+
+    def of_shards(self, shards: Tensor, collectives: Collectives) -> Tensor:
+        """Return this rank's of ``shards``, [num_shards, ...], as [1, ...]."""
+        if collectives.num_shards == 1:
+            return shards
+        key = (collectives.key, collectives.rank)
+        if key not in self._ranks:
+            self._ranks[key] = ops.upload(torch.tensor([collectives.rank], dtype=torch.int32))
+        return shards.index_select(0, self._ranks[key])
+
+    def of_global(self, value: Tensor, placement: TensorPlacement | None) -> Tensor:
+        """Return the local part of a global tensor of tensor parallelism."""
+        if placement is None or placement.dim is None:
+            return value
+        axis = self._axes.setdefault(placement.mesh, AxisComm(placement.mesh))
+        return axis.own_slice(value, placement.dim)
+
+
+def free(surrogate: nn.Parameter) -> None:
+    """Free value and gradient of a surrogate."""
+    surrogate.grad = None
+    surrogate.data = surrogate.new_empty(0)
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -35,6 +35,22 @@ STEPS_SLICES_OF = "steps_slices_of"
 """Attribute of a copy of an optimizer, which steps slices of parameters: the optimizer."""
 
 
+class StepWatch:
+    """A hook of optimizers' steps that changes nothing, so that loops may step slices as without
+    it; it calls ``note`` with the optimizer."""
+
+    def __init__(self, note: Callable[[optim.Optimizer], None]) -> None:
+        self._note = note
+
+    def __call__(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._note(optimizer)
+
+
+def params_of(optimizer: optim.Optimizer) -> list[Any]:
+    """Return the parameters in the groups of an optimizer, in their order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def device_options(optimizer_class: Callable[..., optim.Optimizer]) -> dict[str, Any]:
     """Return options with which an optimizer's step is traced as one program."""
     # Rprop otherwise selects elements by a mask, and ASGD reads its rate and its counts; both need

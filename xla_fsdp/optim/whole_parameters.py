@@ -8,7 +8,7 @@ is the same on every rank, and its names begin with ``UNSHARDED``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.checkpoint.format.records import UNSHARDED
-from xla_fsdp.distributed.collectives import Collectives
-from xla_fsdp.distributed.mesh import Mesh
-from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.distributed.placement import TensorPlacement, known_placement
+from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.fsdp.engine.packing import all_joined, joined
 from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
 from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
-from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
-from xla_fsdp.optim.traits import needs_closure
+from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer, free
+from xla_fsdp.optim.traits import needs_closure, params_of
 from xla_fsdp.state.optim import same_value
 from xla_fsdp.xla import ops
 
@@ -60,7 +57,7 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         self, params: Iterable[Any], optimizer_class: Callable[..., Optimizer], **defaults: Any
     ) -> None:
         self._whole: dict[nn.Parameter, _WholeParams] = {}
-        self._own = _OwnParts()
+        self._own = OwnParts()
         super().__init__(params, optimizer_class, defaults)
         _refuse_needed_closure(self.inner)
         self._take_initial_state()
@@ -69,30 +66,7 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         """Return the whole parameters of a shard or stack; ``param`` if it is whole."""
         return self._whole_params(param).params
 
-    @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        found_inf: Tensor | None = None,
-        **others: Any,
-    ) -> Any:
-        """Make one step of ``optimizer_class`` on whole parameters. Every rank must call it.
-
-        Args:
-            closure: computes loss and gradients again; called once.
-            found_inf: for the optimizers of ``torch_xla.amp.syncfree``: a scalar, not 0 skips the
-                step.
-            others: given to the ``step`` of ``optimizer_class``.
-
-        Returns:
-            The closure's result.
-
-        Raises:
-            ValueError: if ``found_inf`` is given to an optimizer that does not take it, or if
-                flattened parameters have state of another shape than their own.
-        """
-        result = self._begin_step(closure, found_inf)
+    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
         stepped = [each for each in self._all() if each.leaf.grad is not None]
         try:
             self._to_inner(stepped)
@@ -104,7 +78,6 @@ class WholeParameterOptimizer(SurrogateOptimizer):
                 each.free()
                 for param in each.params:
                     self.inner.state.pop(param, None)
-        return result
 
     def _whole_params(self, leaf: nn.Parameter) -> _WholeParams:
         if leaf not in self._whole:
@@ -112,8 +85,7 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         return self._whole[leaf]
 
     def _all(self) -> list[_WholeParams]:
-        params = (param for group in self.param_groups for param in group["params"])
-        return [self._whole_params(param) for param in params]
+        return [self._whole_params(param) for param in params_of(self)]
 
     def _to_inner(self, stepped: Sequence[_WholeParams]) -> None:
         """Give the whole parameters their values, gradients and state."""
@@ -181,8 +153,7 @@ class _WholeParams:
     def free(self) -> None:
         """Free values and gradients."""
         for param in () if self.sharding.is_whole else self.params:
-            param.grad = None
-            param.data = param.new_empty(0)
+            free(param)
 
     # ------------------------------------------------------------ state
 
@@ -260,35 +231,10 @@ def _is_like(value: Any, param: Tensor) -> bool:
     return value.shape == held_shape(param)
 
 
-class _OwnParts:
-    """Selects this rank's part of tensors; its numbers among others are inputs of programs, not
-    constants, so that all ranks have one program."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[Hashable, Tensor] = {}
-        self._axes: dict[Mesh, AxisComm] = {}
-
-    def of_shards(self, shards: Tensor, collectives: Collectives) -> Tensor:
-        """Return this rank's of ``shards``, [num_shards, ...], as [1, ...]."""
-        if collectives.num_shards == 1:
-            return shards
-        key = (collectives.key, collectives.rank)
-        if key not in self._ranks:
-            self._ranks[key] = ops.upload(torch.tensor([collectives.rank], dtype=torch.int32))
-        return shards.index_select(0, self._ranks[key])
-
-    def of_global(self, value: Tensor, placement: TensorPlacement | None) -> Tensor:
-        """Return the local part of a global tensor of tensor parallelism."""
-        if placement is None or placement.dim is None:
-            return value
-        axis = self._axes.setdefault(placement.mesh, AxisComm(placement.mesh))
-        return axis.own_slice(value, placement.dim)
-
-
 class _Sharding:
     """How ranks share a leaf: a shard, a stack of shards, a tensor-parallel part, or not at all."""
 
-    def __init__(self, leaf: nn.Parameter, own: _OwnParts) -> None:
+    def __init__(self, leaf: nn.Parameter, own: OwnParts) -> None:
         self.unit = _known(leaf)
         self.placement = known_placement(leaf) if self.unit is None else None
         self.is_stack = is_stack(leaf)

@@ -8,6 +8,7 @@ change, unless the optimizer needs unsharded parameters.
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, XlaCollectives
 from xla_fsdp.distributed.pytree import map_tensors
-from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout
+from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, shard_multiple
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.named_params import NamedShard
@@ -29,8 +30,8 @@ from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.optim.clip_grad import Slices, clip_grads_by_norm_
 from xla_fsdp.optim.initial_state import make_state
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
-from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer
-from xla_fsdp.optim.traits import is_elementwise
+from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer, free
+from xla_fsdp.optim.traits import is_elementwise, params_of
 from xla_fsdp.state.optim import read_optimizer
 from xla_fsdp.state.optim_api import ShardNames, load_full, to_full
 from xla_fsdp.xla import ops
@@ -164,20 +165,13 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             RuntimeError: if gradients changed after clipping had reduced them.
             ValueError: if ``found_inf`` is given to an optimizer that does not take it.
         """
+        if not closure or self.is_sliced:
+            return super().step(closure, found_inf=found_inf, **others)
         self._check_found_inf(found_inf)
-        if closure and not self.is_sliced:
-            self._options_to_inner()
-            loss: Any = self.inner.step(lambda: self._averaged_closure(closure), **others)
-            self._options_from_inner()
-            return loss
-        result = self._begin_step(closure, found_inf)
-        reduced = self._reduce(strict=True)
-        if self.is_sliced:
-            self._step_slices(reduced, found_inf, others)
-        else:
-            self._step_inner(found_inf, others)
-        self._reduced = None
-        return result
+        self._options_to_inner()
+        loss: Any = self.inner.step(lambda: self._averaged_closure(closure), **others)
+        self._options_from_inner()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and those that clipping has reduced."""
@@ -201,11 +195,11 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         Raises:
             ValueError: if ``norm_type`` is not positive.
         """
-        grads, device = self._reduce().grads, ops.device()
+        grads = self._reduce().grads
         if self.is_sliced:
             sliced = [Slices(grads, [self.slices.collectives])]
-            return clip_grads_by_norm_(sliced, [], max_norm, norm_type, device)
-        norm = clip_grads_by_norm_([], grads, max_norm, norm_type, device)
+            return clip_grads_by_norm_(sliced, [], max_norm, norm_type)
+        norm = clip_grads_by_norm_([], grads, max_norm, norm_type)
         # Scaling changed the parameters' own gradients; note the versions that step may use.
         self._reduced = _Reduced(self._with_grad(), grads)
         return norm
@@ -296,6 +290,14 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
                 grad.copy_(mean)
         return grads
 
+    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+        reduced = self._reduce(strict=True)
+        if self.is_sliced:
+            self._step_slices(reduced, found_inf, others)
+        else:
+            self._step_inner(found_inf, others)
+        self._reduced = None
+
     def _step_slices(
         self, reduced: _Reduced, found_inf: Tensor | None, others: dict[str, Any]
     ) -> None:
@@ -318,8 +320,9 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             return ranks.all_reduce("sum", loss.detach()) / ranks.num_shards
 
     def _with_grad(self) -> list[nn.Parameter]:
-        params = (param for group in self.param_groups for param in group["params"])
-        return [param for param in params if param.requires_grad and param.grad is not None]
+        return [
+            param for param in params_of(self) if param.requires_grad and param.grad is not None
+        ]
 
 
 class _Reduced:
@@ -386,7 +389,7 @@ class ParamSlices:
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
         self._sharded: dict[nn.Parameter, FSDPParam] = {}
-        self._rank_on_device: Tensor | None = None
+        self._own = OwnParts()
 
     def of(self, param: nn.Parameter) -> nn.Parameter:
         """Return the slice of ``param``; make it at the first call."""
@@ -434,19 +437,19 @@ class ParamSlices:
             yield
         finally:
             for param in params:
-                _free(self.of(param))
+                free(self.of(param))
 
     def free(self) -> None:
         """Free the values of all slices."""
         for each in self._sharded.values():
-            _free(each.leaf)
+            free(each.leaf)
 
     def group_of(self, params: Sequence[nn.Parameter]) -> FSDPParamGroup:
         sharded = [self._sharded[param] for param in params]
         return FSDPParamGroup(sharded, self.collectives, FSDPConfig())
 
     def _make(self, param: nn.Parameter, key: str) -> FSDPParam:
-        layout, _ = slice_layout(param.shape, self.collectives.num_shards)
+        layout = slice_layout(param.shape, self.collectives.num_shards)
         original = OriginalParam((key,), param.shape, ())
         shard = ShardParameter(param.new_empty(0), requires_grad=param.requires_grad)
         shard.shard_rank = self.collectives.rank
@@ -456,41 +459,18 @@ class ParamSlices:
         return made
 
     def _cut(self, sharded: FSDPParam, value: Tensor) -> Tensor:
-        _, row_shape = slice_layout(sharded.originals[0].shape, self.collectives.num_shards)
-        stack = sharded.packing.pack([value.detach()])
-        stack = stack.reshape(self.collectives.num_shards, -1, *row_shape)
-        # By a tensor, not a Python number, which would make another program on each rank.
-        own = torch.index_select(stack, 0, self._rank_on(value.device))
-        return own.reshape(own.shape[1:])
-
-    def _rank_on(self, device: torch.device) -> Tensor:
-        if self._rank_on_device is None:
-            self._rank_on_device = torch.tensor([self.collectives.rank], dtype=torch.int32)
-            if device.type == "xla":
-                self._rank_on_device = ops.upload(self._rank_on_device)
-        return self._rank_on_device
+        packing = sharded.packing
+        stack = packing.pack([value.detach()])
+        stack = stack.reshape(self.collectives.num_shards, *packing.sent_shape)
+        return self._own.of_shards(stack, self.collectives).reshape(packing.sent_shape)
 
 
-def slice_layout(shape: Sequence[int], num_slices: int) -> tuple[ShardLayout, tuple[int, ...]]:
-    """Return the layout of a parameter's slices, and the shape of a slice after dim 0.
-
-    Slices of a large matrix are [rows, width], which saves a change of layout on the TPU before
-    collectives; others are vectors [n].
-    """
-    size = torch.Size(shape)
-    width = size[1:].numel() if len(size) > 1 else 0
-    per_rank = -(-size.numel() // num_slices)
-    if width and width % LANES == 0:
-        by_rows = ShardLayout((size.numel(),), num_slices, width * ROWS)
-        if by_rows.shard_numel >= LARGE and by_rows.padded_numel <= 1.125 * size.numel():
-            return by_rows, (width,)
-    multiple = LANES if per_rank >= UNPADDED_BELOW else 1
-    return ShardLayout((size.numel(),), num_slices, multiple), ()
-
-
-def _free(shard: nn.Parameter) -> None:
-    shard.grad = None
-    shard.data = shard.new_empty(0)
+def slice_layout(shape: Sequence[int], num_slices: int) -> ShardLayout:
+    """Return the layout of a parameter's slices: that of its shards, or not padded if it is
+    small."""
+    numel = math.prod(shape)
+    is_small = -(-numel // num_slices) < UNPADDED_BELOW
+    return ShardLayout((numel,), num_slices, 1 if is_small else shard_multiple(shape, num_slices))
 
 
 def _slice_info(slices: ParamSlices) -> dict[str, Any]:

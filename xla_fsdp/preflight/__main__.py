@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xla_fsdp.distributed.launcher import INTERRUPTED_EXIT_CODE
 from xla_fsdp.preflight.api import (
@@ -35,12 +35,14 @@ from xla_fsdp.preflight.api import (
 from xla_fsdp.preflight.compile.compiler import CompileError
 from xla_fsdp.preflight.read.html import about_run, page, tuned_page
 from xla_fsdp.preflight.read.report import Failed, Report, full_text, table
-from xla_fsdp.preflight.rehearse.rehearsal import PLAIN, RehearsalError, rehearse
+from xla_fsdp.preflight.rehearse.rehearsal import PLAIN, Rehearsal, RehearsalError, rehearse
 from xla_fsdp.preflight.search.tuned import Tuned
 from xla_fsdp.preflight.search.tuning import DEPTH, RECIPE, InterruptedSearch, tune
 from xla_fsdp.preflight.topologies import GIB, find_topology, known_names
 
 USAGE_EXIT_CODE = 2
+
+T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,11 +170,13 @@ def _gib(word: str) -> float:
     raise argparse.ArgumentTypeError(f"{word!r} is no size in GiB, more than 0")
 
 
+def _given(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> list[str]:
+    return [f"--{each}" for each in names if getattr(options, each) != parser.get_default(each)]
+
+
 def _check_compiles_nothing(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Raise ValueError for options of reports and of the TPU compiler."""
-    names = ("json", "html", "max_host_mem", "cache_dir", "flags")
-    given = [f"--{each}" for each in names if getattr(options, each) != parser.get_default(each)]
-    if given:
+    if given := _given(parser, options, "json", "html", "max_host_mem", "cache_dir", "flags"):
         raise ValueError(
             f"--run makes steps, and neither compiles for a TPU nor writes a report; leave out "
             f"{', '.join(given)}"
@@ -181,8 +185,7 @@ def _check_compiles_nothing(parser: argparse.ArgumentParser, options: argparse.N
 
 def _check_tuning(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Raise ValueError for options of a search without one, and the other way around."""
-    names = ("budget", "recipe_file", "depth", "jobs")
-    given = [f"--{each}" for each in names if getattr(options, each) != parser.get_default(each)]
+    given = _given(parser, options, "budget", "recipe_file", "depth", "jobs")
     if given and not options.tune:
         raise ValueError(f"{', '.join(given)}: these are of a search; add --tune")
     if options.tune and options.run:
@@ -337,19 +340,16 @@ def _examine(
     keywords: dict[str, Any],
     options: argparse.Namespace,
 ) -> Report | Failed:
-    try:
-        return preflight(
-            build_step,
-            topology=topology,
-            max_host_mem=round(options.max_host_mem * GIB),
-            cache_dir=options.cache_dir,
-            flags=options.flags,
-            progress=_progress,
-            **keywords,
-        )
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        _progress("")
-        return _complain(error, topology, keywords, options)
+    examine = functools.partial(
+        preflight,
+        build_step,
+        topology=topology,
+        max_host_mem=round(options.max_host_mem * GIB),
+        cache_dir=options.cache_dir,
+        flags=options.flags,
+        progress=_progress,
+    )
+    return _attempt(examine, topology, keywords, options)
 
 
 def _rehearse_all(
@@ -360,41 +360,30 @@ def _rehearse_all(
     """Make the steps of every run and print them as they come; return the exit code."""
     most = max(find_topology(topology).num_ranks for topology, _ in runs)
     os.environ["CPU_NUM_DEVICES"] = str(most)  # read where torch_xla creates its devices
-    sound = [_rehearse(build_step, *run, options) for run in runs]
-    return 0 if all(sound) else 1
+    tell = functools.partial(print, flush=True)
+    run = functools.partial(rehearse, build_step, steps=options.run, tell=tell, progress=_progress)
+    found = [
+        _attempt(functools.partial(run, topology=topology), topology, keywords, options)
+        for topology, keywords in runs
+    ]
+    return 0 if all(isinstance(each, Rehearsal) and each.is_sound for each in found) else 1
 
 
-def _rehearse(
-    build_step: Callable[..., Any],
-    topology: str,
-    keywords: dict[str, Any],
-    options: argparse.Namespace,
-) -> bool:
+def _attempt(
+    run: Callable[..., T], topology: str, keywords: dict[str, Any], options: argparse.Namespace
+) -> T | Failed:
+    """Run with options of the user's function; print what went wrong, and return it for the
+    files."""
     try:
-        return rehearse(
-            build_step,
-            topology=topology,
-            steps=options.run,
-            tell=functools.partial(print, flush=True),
-            progress=_progress,
-            **keywords,
-        ).is_sound
+        return run(**keywords)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         _progress("")
-        _complain(error, topology, keywords, options)
-        return False
-
-
-def _complain(
-    error: BaseException, topology: str, keywords: dict[str, Any], options: argparse.Namespace
-) -> Failed:
-    """Print what went wrong with a run, and return it for the files."""
-    if options.traceback:
-        traceback.print_exc()
-    failed = Failed(topology, describe_options(keywords), _reason(error, with_hint=False))
-    reason = _reason(error, with_hint=not options.traceback)
-    print(f"xla_fsdp.preflight: {failed.run}: {reason}", file=sys.stderr)
-    return failed
+        if options.traceback:
+            traceback.print_exc()
+        failed = Failed(topology, describe_options(keywords), _reason(error, with_hint=False))
+        reason = _reason(error, with_hint=not options.traceback)
+        print(f"xla_fsdp.preflight: {failed.run}: {reason}", file=sys.stderr)
+        return failed
 
 
 def _reason(error: BaseException, *, with_hint: bool) -> str:

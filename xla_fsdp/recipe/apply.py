@@ -28,11 +28,10 @@ from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.nn.activation_checkpoint import checkpoint_module, unbound_forward
 from xla_fsdp.nn.chunked import LinearCrossEntropy, StreamedEmbedding
 from xla_fsdp.nn.chunked.chunks import CHUNK_BYTES
-from xla_fsdp.optim.guards import is_guard
 from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.in_backward import step_in_backward
 from xla_fsdp.optim.rebind import hold_shards
-from xla_fsdp.optim.traits import acts_elementwise, needs_closure, steps_elementwise
+from xla_fsdp.optim.traits import StepWatch, acts_elementwise, needs_closure, steps_elementwise
 from xla_fsdp.recipe import experts
 from xla_fsdp.recipe.attention import LONG, NAME, WHERE_LONG
 from xla_fsdp.recipe.causal_lm import (
@@ -851,7 +850,7 @@ def _why_not_in_backward(optimizer: Any) -> str:
         *optimizer._optimizer_step_pre_hooks.values(),
         *optimizer._optimizer_step_post_hooks.values(),
     ]
-    if any(map(is_guard, hooks)):
+    if any(isinstance(hook, StepWatch) for hook in hooks):
         return f"{type(optimizer).__name__} was given to step_in_backward before"
     if hooks:
         return f"{type(optimizer).__name__} has hooks on its steps, which would run by parameter"

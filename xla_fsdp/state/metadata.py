@@ -103,7 +103,7 @@ def _sharing_ranks(
     joint = Mesh((*tensor.axes, mesh.without(tensor).axes[-1]), mesh.layout)
     groups = joint.groups()
     several = groups if len(groups) > 1 else None
-    return joint.place(ops.rank()), joint.size(), several, tensor.size()
+    return joint.local_rank(ops.rank()), joint.size(), several, tensor.size()
 
 
 def _refuse_several(meshes: Sequence[Mesh]) -> None:

@@ -9,7 +9,6 @@ Source: vocabulary-parallel cross-entropy of Megatron-LM (arXiv 1909.08053, sect
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from xla_fsdp.distributed.context_parallel import mean_over_context
+from xla_fsdp.distributed.context_parallel import arguments_of_loss, mean_over_context
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.mesh import as_mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
@@ -77,7 +76,6 @@ def loss_parallel(mesh: Any = None) -> Iterator[None]:
         yield
 
 
-_signature = inspect.signature(F.cross_entropy)
 _OF_A_SLICE = {
     F.nll_loss,
     F.log_softmax,
@@ -105,17 +103,10 @@ class _CrossEntropyMode(TorchFunctionMode):
             self._refuse_slice(func, *args, **kwargs)
         if func is not F.cross_entropy:
             return func(*args, **kwargs)
-        bound = _signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        axis = self._axis or self._axis_of(given["input"])
+        axis = self._axis or self._axis_of(args[0] if args else kwargs["input"])
         if axis is None:
             return func(*args, **kwargs)
-        if given.pop("size_average") is not None or given.pop("reduce") is not None:
-            raise ValueError(
-                "size_average and reduce are of old torch; say reduction='mean', or sum"
-            )
-        return parallel_cross_entropy(axis=axis, **given)
+        return parallel_cross_entropy(axis=axis, **arguments_of_loss(func, args, kwargs))
 
     def _refuse_slice(
         self, func: Any, input: Tensor, target: Any = None, *more: Any, **kwargs: Any

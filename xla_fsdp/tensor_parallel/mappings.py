@@ -20,82 +20,61 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from xla_fsdp.distributed.higher_order import mapped
 from xla_fsdp.distributed.mesh_axis import AxisComm
-
-Move = Callable[[Tensor], Tensor]
-
-
-class _Mapping(Function):
-    """``forward(x)``. Each of the two is the backward of the other."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: Move, backward: Move, known: Tensor | None = None
-    ) -> Tensor:
-        ctx.forward_move, ctx.backward_move = forward, backward
-        return forward(x) if known is None else known.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Mapping.apply(grad, ctx.backward_move, ctx.forward_move), None, None, None
 
 
 def copy_to_parallel(x: Tensor, axis: AxisComm) -> Tensor:
     """Replicated to the input of a parallel layer. Forward: copy. Backward: all-reduce."""
-    return _Mapping.apply(x, Tensor.clone, axis.all_reduce)
+    return mapped(x, Tensor.clone, axis.all_reduce)
 
 
-def gather_to_parallel(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """Sharded to the input of a parallel layer. Forward: all-gather. Backward: reduce-scatter."""
+def gather_to_parallel(
+    x: Tensor, axis: AxisComm, dim: int, gathered: Tensor | None = None
+) -> Tensor:
+    """Sharded to the input of a parallel layer. Forward: all-gather, or copy of ``gathered`` if it
+    has been gathered already. Backward: reduce-scatter."""
     gather, scatter = partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim)
-    return _Mapping.apply(x, gather, scatter)
-
-
-def regather_to_parallel(x: Tensor, gathered: Tensor, axis: AxisComm, dim: int) -> Tensor:
-    """``gather_to_parallel`` of an ``x`` that has been gathered already. Forward: copy of
-    ``gathered``. Backward: reduce-scatter into the gradient of ``x``."""
-    gather, scatter = partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim)
-    return _Mapping.apply(x, gather, scatter, gathered.detach())
+    return mapped(x, gather, scatter, None if gathered is None else gathered.detach())
 
 
 def all_reduce(x: Tensor, axis: AxisComm) -> Tensor:
     """Partial to replicated. Forward: all-reduce. Backward: copy."""
-    return _Mapping.apply(x, axis.all_reduce, Tensor.clone)
+    return mapped(x, axis.all_reduce, Tensor.clone)
 
 
 def reduce_scatter(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """Partial to sharded. Forward: reduce-scatter. Backward: all-gather."""
     scatter, gather = partial(axis.reduce_scatter, dim=dim), partial(axis.all_gather, dim=dim)
-    return _Mapping.apply(x, scatter, gather)
+    return mapped(x, scatter, gather)
 
 
 def all_gather(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """Sharded to replicated. Forward: all-gather. Backward: this rank's slice."""
     gather, own = partial(axis.all_gather, dim=dim), partial(axis.own_slice, dim=dim)
-    return _Mapping.apply(x, gather, own)
+    return mapped(x, gather, own)
 
 
 def own_slice(x: Tensor, axis: AxisComm, dim: int) -> Tensor:
     """Replicated to sharded. Forward: this rank's slice. Backward: all-gather."""
     own, gather = partial(axis.own_slice, dim=dim), partial(axis.all_gather, dim=dim)
-    return _Mapping.apply(x, own, gather)
+    return mapped(x, own, gather)
 
 
 def all_to_all(x: Tensor, axis: AxisComm, old: int, new: int) -> Tensor:
     """Sharded along one dim to sharded along another. Forward and backward: all-to-all."""
     there = partial(axis.all_to_all, split_dim=new, concat_dim=old)
     back = partial(axis.all_to_all, split_dim=old, concat_dim=new)
-    return _Mapping.apply(x, there, back)
+    return mapped(x, there, back)
 
 
 def send(x: Tensor, axis: AxisComm, ahead: int) -> Tensor:
     """From this rank to the one so far ahead. Forward and backward: collective-permute."""
-    return _Mapping.apply(x, partial(axis.send, ahead=ahead), partial(axis.send, ahead=-ahead))
+    return mapped(x, partial(axis.send, ahead=ahead), partial(axis.send, ahead=-ahead))
 
 
 # ---------------------------------------------------------------- placements
@@ -163,7 +142,7 @@ def parallel_input(x: Tensor, old: Placement, axis: AxisComm, what: str) -> Tens
         return x
     shard, dim, key, version = _gathered_from.get(x, (None, 0, None, 0))
     if (key, version) == (axis.key, x._version):
-        again = partial(regather_to_parallel, shard, x, axis, dim)
+        again = partial(gather_to_parallel, shard, axis, dim, gathered=x)
         return _made_once(x, (axis.key, "regathered"), again)
     return _made_once(x, (axis.key, "copied"), lambda: copy_to_parallel(x, axis))
 

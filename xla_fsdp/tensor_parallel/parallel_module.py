@@ -140,11 +140,7 @@ def parallel_class(original: Any) -> Any:
     return _ParallelClass(f"Parallel{original.__name__}", (ParallelModule, original), namespace)
 
 
-def _reduce_class(made: Any) -> tuple[Any, ...]:
-    return parallel_class, (made._parallel_original,)
-
-
-copyreg.pickle(_ParallelClass, _reduce_class)
+copyreg.pickle(_ParallelClass, lambda made: (parallel_class, (vars(made)["_parallel_original"],)))
 
 
 @contextlib.contextmanager

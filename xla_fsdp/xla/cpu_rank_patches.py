@@ -16,7 +16,6 @@ import queue
 import re
 import resource
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from torch_xla.distributed.parallel_loader import ParallelLoader
 from xla_fsdp.distributed.cpu_ranks import Run, current_rank_thread
 from xla_fsdp.distributed.forks import QuietForks
 from xla_fsdp.distributed.pytree import tensors_in
-from xla_fsdp.xla import ops
+from xla_fsdp.xla import hooks, ops
 from xla_fsdp.xla.lost import LostTensor
 from xla_fsdp.xla.ops import Groups, index_of
 
@@ -55,12 +54,10 @@ class RunSlot:
     """The run in progress, for the replaced functions of torch_xla; one slot per process.
 
     If there is none, ``start_ranks(fn, args)`` is called in place of ``torch_xla.launch``.
-    ``library`` holds the operators that are replaced.
     """
 
     run: Run | None = None
     start_ranks: Callable[[Any, Any], Any] | None = None
-    library: torch.library.Library | None = None
 
 
 @functools.cache
@@ -69,10 +66,8 @@ def run_slot() -> RunSlot:
     # They stay replaced: modules imported during a run may have imported them by name.
     slot = RunSlot()
     _CpuCollectives(slot).install()
-    _replace_step_marker(slot)
+    hooks.install()
     _replace_wait(slot)
-    _replace_reads(slot)
-    slot.library = fallbacks_as_reads()
     _replace_seeding(slot)
     _replace_spawn(slot)
     _replace_process_groups(slot)
@@ -106,26 +101,7 @@ def running(run: Run) -> Iterator[None]:
         slot.run = None
 
 
-class PatchedRuntime(ops.RankRuntime):
-    """How ranks run where ``fallbacks_as_reads`` is in force."""
-
-    def __init__(self) -> None:
-        self._without_values: list[int] = []
-
-    @contextlib.contextmanager
-    def without_values(self) -> Iterator[None]:
-        rank = index_of(ops.device())
-        self._without_values.append(rank)
-        try:
-            yield
-        finally:
-            self._without_values.remove(rank)
-
-    def has_values(self, rank: int) -> bool:
-        return rank not in self._without_values
-
-
-class _CpuRanks(PatchedRuntime):
+class _CpuRanks(ops.RankRuntime):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._run = run
@@ -167,6 +143,34 @@ class _CpuRanks(PatchedRuntime):
     def repeat_collectives(self, collectives: Sequence[str]) -> None:
         self._run.repeat(index_of(ops.device()), collectives)
 
+    def before_read(self, tensors: Sequence[Any]) -> None:
+        # torch_xla's C++ executes pending collectives at once. Ranks that traced different ones
+        # would then read each other's memory, or wait until XLA aborts the process.
+        _compute_together(self._run, tensors)
+
+    def sync(self, on: str, mark: Callable[[bool], None], wait: bool) -> None:
+        # Not current_rank_thread(): a sync in a backward hook runs in autograd's own thread.
+        rank = index_of(on)
+        # The call below waits for the previous execution on its device, and holds the lock and the
+        # interpreter's lock meanwhile. That execution may need either, and a rank that waits in a
+        # collective needs this one: so it is over before.
+        _wait_for(rank)
+        last = None
+        together = self._run.needs_gate(rank)
+        if together:
+            if rank in self._run.in_collectives:
+                # A sync computes what is alive. The results of a collective may be so on one rank
+                # only, until the garbage collector or a thread of autograd drops them there, too.
+                last = _after_token(torch.zeros(1, device=on))
+            self._run.pass_gate(rank)
+        with self._run.execution:
+            mark(False)
+        if together:
+            self._run.begin_execution(rank)
+        del last
+        if wait:  # not under the lock: the execution may need ranks that have yet to take it
+            _wait_for(rank)
+
     @contextlib.contextmanager
     def keep_host_rng(self) -> Iterator[None]:
         thread = current_rank_thread()
@@ -206,15 +210,7 @@ def leave_cpu_rank(rank: int) -> None:
         _compute_together(run, tensors_in(run.results.get(rank)))
     # The C++ runtime aborts if something is still executed when the interpreter exits.
     _wait_for(rank)
-    discard_unfinished(rank)
-
-
-def discard_unfinished(rank: int) -> None:
-    """Discard what an unfinished step left on device number ``rank`` for a later sync."""
-    torch_xla._XLAC._set_all_reduce_token(f"xla:{rank}", None)
-    context = vars(xm._get_device_context(f"xla:{rank}"))
-    context.pop("step_closures", None)
-    context.pop("async_step_closures", None)
+    ops.discard_unfinished(rank)
 
 
 def _wait_for(rank: int) -> None:
@@ -274,42 +270,7 @@ def _lose_gradient(leaf: Tensor) -> None:
     handle = leaf.register_hook(refuse)
 
 
-# ---------------------------------------------------------------- syncs, reads, seeding, spawning
-
-
-def _replace_step_marker(slot: RunSlot) -> None:
-    original = torch_xla._XLAC._xla_step_marker
-
-    def step_marker(
-        device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
-    ) -> None:
-        if slot.run is None:
-            original(device, list(devices), wait=wait, reset_scope=reset_scope)
-            return
-        # Not current_rank_thread(): a sync in a backward hook runs in autograd's own thread.
-        on = device or torch_xla._XLAC._xla_get_default_device()
-        rank = index_of(on)
-        # The call below waits for the previous execution on its device, and holds the lock and the
-        # interpreter's lock meanwhile. That execution may need either, and a rank that waits in a
-        # collective needs this one: so it is over before.
-        _wait_for(rank)
-        last = None
-        together = slot.run.needs_gate(rank)
-        if together:
-            if rank in slot.run.in_collectives:
-                # A sync computes what is alive. The results of a collective may be so on one rank
-                # only, until the garbage collector or a thread of autograd drops them there, too.
-                last = _after_collectives(on)
-            slot.run.pass_gate(rank)
-        with slot.run.execution:
-            original(on, list(devices), wait=False, reset_scope=reset_scope)
-        if together:
-            slot.run.begin_execution(rank)
-        del last
-        if wait:  # not under the lock: the execution may need ranks that have yet to take it
-            _wait_for(rank)
-
-    torch_xla._XLAC._xla_step_marker = step_marker
+# ---------------------------------------------------------------- waiting, seeding, spawning
 
 
 def _replace_wait(slot: RunSlot) -> None:
@@ -326,93 +287,6 @@ def _replace_wait(slot: RunSlot) -> None:
         original(devices=list(devices))
 
     torch_xla._XLAC._xla_wait_device_ops = wait_device_ops
-
-
-def host_reads(before: Callable[[Any], None]) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Wrap the functions that copy values to the host, so that they call ``before`` first.
-
-    Args:
-        before: called with the tensor, or list of tensors, that is read.
-
-    Returns:
-        Owner, name and wrapper of each function.
-    """
-    functions = [
-        *((Tensor, name) for name in ("item", "tolist", "numpy", "cpu", "to", "__repr__")),
-        *((Tensor, name) for name in ("__bool__", "__int__", "__float__")),
-        # These take lists of tensors; xm.save and xm.mesh_reduce call them.
-        (torch_xla._XLAC, "_xla_sync_multi"),
-        (torch_xla._XLAC, "_xla_get_cpu_tensors"),
-    ]
-
-    def wrapped(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def read(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if name != "to" or _names_cpu(*args, **kwargs):
-                before(value)
-            return original(value, *args, **kwargs)
-
-        return read
-
-    return [(owner, name, wrapped(getattr(owner, name), name)) for owner, name in functions]
-
-
-def fallbacks_as_reads() -> torch.library.Library:
-    """Let operators that torch_xla computes on the host read their inputs as Python code does.
-
-    While the result exists, they call ``torch_xla._XLAC._xla_get_cpu_tensors``, which
-    ``host_reads`` wraps. C++ alone would execute the collectives that the inputs need without the
-    other ranks, and while autograd replays a view, it would wait for them with the GIL held.
-    """
-
-    def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-        lazy = [tensor for tensor in tensors if tensor.device.type == "xla"]
-        if lazy and not ops.runtime().has_values(index_of(lazy[0].device)):
-            raise ops.NoValueError(
-                "values were asked for, while the blocks of a loop are traced without any, by an "
-                "operator that torch_xla computes on the host, or by the gradient of one"
-            )
-        copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(lazy))
-        return [next(copies) if each.device.type == "xla" else each for each in tensors]
-
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it replaces torch_xla's
-        library.impl("_to_cpu", to_cpu, "XLA", allow_override=True)
-    return library
-
-
-def rendezvous(
-    payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None
-) -> list[bytes]:
-    """``xm.xla_rendezvous``, which ``xm.rendezvous`` and ``xm.mesh_reduce`` call, without programs
-    of its own: they would hold one rank's payload as a constant."""
-    torch_xla.sync()
-    return ops.runtime().exchange(payload)
-
-
-def _names_cpu(*args: Any, **kwargs: Any) -> bool:
-    targets = [*args[:1], kwargs.get("device"), kwargs.get("other")]
-    return any(
-        str(target.device if isinstance(target, Tensor) else target).startswith("cpu")
-        for target in targets
-        if target is not None
-    )
-
-
-def _replace_reads(slot: RunSlot) -> None:
-    """Let ranks wait for each other before they read a value that needs pending collectives.
-
-    torch_xla's C++ executes them at once. Ranks that traced different collectives would then read
-    each other's memory, or wait until XLA aborts the process.
-    """
-
-    def before(value: Any) -> None:
-        if slot.run is not None:
-            _compute_together(slot.run, [value] if isinstance(value, Tensor) else value)
-
-    for owner, name, read in host_reads(before):
-        setattr(owner, name, read)
 
 
 def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
@@ -582,11 +456,12 @@ class _CpuCollectives:
         }
         self._gather = self._ordered(functools.partial(xm.all_gather, **how))
         self._scatter = self._ordered(functools.partial(xm.reduce_scatter, **how))
+        self._exchange = self._ordered(xm.all_to_all)
 
     def install(self) -> None:
-        for name in ("all_gather", "reduce_scatter", "all_reduce", "collective_permute"):
+        names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
+        for name in names:
             setattr(xm, name, self._replaced(getattr(xm, name), getattr(self, name)))
-        xm.all_to_all = self._recorded("all_to_all", self._ordered(xm.all_to_all))
 
     def _ordered(self, collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap ``collective``: in a run, the next one waits for it, whatever its result holds.
@@ -626,14 +501,6 @@ class _CpuCollectives:
             return original(*args, **kwargs) if result is NotImplemented else result
 
         return call
-
-    def _recorded(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def collective(value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._record(kind, value, f"{args} {kwargs}", [])
-            return original(value, *args, **kwargs)
-
-        return collective
 
     def _record(self, kind: str, value: Tensor, how: str, groups: list[list[int]]) -> None:
         run = self._slot.run
@@ -690,6 +557,11 @@ class _CpuCollectives:
         _each(reduce, list(given.inputs), list(given.inputs))
         return given.inputs
 
+    def all_to_all(self, given: SimpleNamespace) -> Any:
+        dims = f"dims {given.split_dimension} {given.concat_dimension}"
+        self._record("all_to_all", given.value, dims, _all_groups(given.groups))
+        return self._exchange(**vars(given))
+
     def collective_permute(self, given: SimpleNamespace) -> Any:
         """Send by an all-gather; torch_xla's collective-permute takes no channel id."""
         groups, value = _all_groups(None), given.value
@@ -709,17 +581,15 @@ def _make_token(result: Tensor) -> None:
     first = torch.slice_copy(ops.shaped(result, [result.numel()]), 0, 0, 1).float()
     # Not isfinite(): its constant would be an input of the program. XLA does not see that the
     # result, multiplied by the token, is zero.
-    finite = torch.where(first.abs() <= 1, first, 1.0)
+    _after_token(torch.where(first.abs() <= 1, first, 1.0))
+
+
+def _after_token(value: Tensor) -> Tensor:
+    """Return ``value``, of one element, plus the token, which depends on all collectives since the
+    last sync; the next token depends on it."""
     # Only collectives make tokens. In this one every rank is alone: it moves nothing.
     alone = [[rank] for rank in range(xr.world_size())]
-    torch_xla._XLAC._xla_all_reduce("sum", finite, 1.0, alone, False)
-
-
-def _after_collectives(on: str) -> Tensor:
-    """Return a tensor on device ``on`` that depends on all collectives since the last sync."""
-    alone = [[rank] for rank in range(xr.world_size())]
-    zero = torch.zeros(1, device=on)  # which the token is added to
-    return torch_xla._XLAC._xla_all_reduce("sum", zero, 1.0, alone, False)
+    return torch_xla._XLAC._xla_all_reduce("sum", value, 1.0, alone, False)
 
 
 def _all_groups(groups: Groups) -> list[list[int]]:

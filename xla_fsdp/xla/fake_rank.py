@@ -10,64 +10,24 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.utils.dlpack import from_dlpack
 
-from xla_fsdp.xla import ops
-from xla_fsdp.xla.cpu_rank_patches import (
-    PatchedRuntime,
-    discard_unfinished,
-    fallbacks_as_reads,
-    host_reads,
-    rendezvous,
-)
+from xla_fsdp.xla import hooks, ops
 from xla_fsdp.xla.kernels import for_tpu
 
 PAGE = 4096
 
 
-@contextlib.contextmanager
-def fake_rank(
-    rank: int, coords: Sequence[Sequence[int]], before_running: Callable[[], None]
-) -> Iterator[None]:
-    """Make the caller one rank of a TPU job, and execute nothing, inside the block.
+class AbsentTpu(ops.RankRuntime):
+    """Ranks of a TPU job in a process without a TPU.
 
     Args:
-        rank: rank of the caller.
         coords: coordinates of every rank on the torus.
-        before_running: called where a sync or a read would execute pending operations; no tensor
-            may be pending when it returns.
     """
 
-    def before_read(value: Any) -> None:
-        given = [value] if isinstance(value, Tensor) else value
-        if any(ops.is_pending(each) for each in given):
-            # Where an operator reads that the host computes, tensors are made without it.
-            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize, False):
-                before_running()
-
-    def step_marker(*args: Any, **kwargs: Any) -> None:
-        before_running()
-
-    ops.let_backward_reach_devices()
-    with contextlib.ExitStack() as stack:
-        replace = stack.enter_context
-        replace(mock.patch.multiple(xr, _WORLD_SIZE=len(coords), _ORDINAL=rank))
-        replace(ops.using_runtime(_FakeTpu(coords)))
-        replace(for_tpu())
-        replace(mock.patch.object(torch_xla._XLAC, "_xla_step_marker", step_marker))
-        replace(mock.patch.object(xm, "xla_rendezvous", rendezvous))
-        for owner, name, read in host_reads(before_read):
-            replace(mock.patch.object(owner, name, read))
-        stack.callback(fallbacks_as_reads()._destroy)
-        stack.callback(discard_unfinished, ops.index_of(ops.device()))
-        yield
-
-
-class _FakeTpu(PatchedRuntime):
     def __init__(self, coords: Sequence[Sequence[int]]) -> None:
         super().__init__()
         self._coords = [list(each) for each in coords]
@@ -78,11 +38,66 @@ class _FakeTpu(PatchedRuntime):
     def torus_coords(self) -> list[list[int]]:
         return self._coords
 
+    @contextlib.contextmanager
+    def in_use(self, rank: int | None) -> Iterator[None]:
+        """Let the process have this runtime inside the block, on ``rank`` or on all ranks."""
+        world: dict[str, Any] = {"_WORLD_SIZE": len(self._coords), "_ORDINAL": rank}
+        ops.let_backward_reach_devices()
+        hooks.install()
+        with (
+            mock.patch.multiple(xr, **world),
+            mock.patch.object(xm, "xla_rendezvous", _rendezvous),
+            ops.using_runtime(self),
+        ):
+            yield
+
+
+def _rendezvous(
+    payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None
+) -> list[bytes]:
+    """``xm.xla_rendezvous``, which ``xm.rendezvous`` and ``xm.mesh_reduce`` call, without programs
+    of its own: they would hold one rank's payload as a constant."""
+    ops.sync()
+    return ops.runtime().exchange(payload)
+
+
+@contextlib.contextmanager
+def fake_rank(
+    coords: Sequence[Sequence[int]], before_running: Callable[[], None]
+) -> Iterator[None]:
+    """Make the caller rank 0 of a TPU job, and execute nothing, inside the block.
+
+    Args:
+        coords: coordinates of every rank on the torus.
+        before_running: called where a sync or a read would execute pending operations; no tensor
+            may be pending when it returns.
+    """
+    with _FakeTpu(coords, before_running).in_use(0), for_tpu():
+        try:
+            yield
+        finally:
+            ops.discard_unfinished(ops.index_of(ops.device()))
+
+
+class _FakeTpu(AbsentTpu):
+    def __init__(self, coords: Sequence[Sequence[int]], before_running: Callable[[], None]) -> None:
+        super().__init__(coords)
+        self._before_running = before_running
+
     def exchange(self, data: bytes) -> list[bytes]:
         return [data] * len(self._coords)
 
     def executes(self) -> bool:
         return False
+
+    def before_read(self, tensors: Sequence[Any]) -> None:
+        if any(map(ops.is_pending, tensors)):
+            # Where an operator reads that the host computes, tensors are made without it.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize, False):
+                self._before_running()
+
+    def sync(self, on: str, mark: Callable[[bool], None], wait: bool) -> None:
+        self._before_running()
 
 
 class ZeroPages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch_xla
@@ -117,14 +118,33 @@ def program_key(tensors: Sequence[Tensor]) -> bytes:
     return bytes(torch_xla._XLAC._get_graph_hash(list(tensors)))
 
 
-def input_buffers(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """Return the inputs of ``program_of(tensors)``, in the order of its parameters.
+@dataclass(frozen=True)
+class ProgramInputs:
+    """The inputs of a traced program, in order.
 
-    Returns:
-        ``buffer_id`` of each, and a tensor of the same shape and dtype.
+    Args:
+        values: a tensor for each, which holds its buffer.
+        buffers: numbers that identify the buffers, as ``buffer_id``.
+        tensors: ``tensor_id`` of the tensor that brought each in; -1 of numbers.
+        seeds: positions of random number states.
     """
-    _, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(tensors))
-    return list(zip(torch_xla._XLAC._get_tensors_handle(values), values, strict=True))
+
+    values: list[Tensor]
+    buffers: list[int]
+    tensors: list[int]
+    seeds: list[int]
+
+
+def inputs_of(outputs: Sequence[Tensor]) -> ProgramInputs:
+    """Return the inputs of the program that computes ``outputs``."""
+    ids, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(outputs))
+    seed = torch_xla._XLAC._get_seed_info_id()
+    return ProgramInputs(
+        list(values),
+        list(torch_xla._XLAC._get_tensors_handle(values)),
+        list(ids),
+        [position for position, each in enumerate(ids) if each == seed],
+    )
 
 
 def buffer_id(tensor: Tensor) -> int | None:
@@ -136,5 +156,6 @@ def buffer_id(tensor: Tensor) -> int | None:
 
 
 def tensor_id(tensor: Tensor) -> int:
-    """Return a number that identifies an XLA tensor; several Python objects may share one."""
+    """Return a number that identifies an XLA tensor, of which there may be several Python objects;
+    it grows with each that torch_xla makes."""
     return torch_xla._XLAC._xla_get_tensor_id(tensor)

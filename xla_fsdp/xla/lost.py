@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.xla import ops
+from xla_fsdp.xla.graph import tensor_id
 
 
 class LostTensor(Tensor):
@@ -78,9 +79,6 @@ class _Outside(NamedTuple):
     version: int
     values: Tensor  # a copy
 
-    def was_changed(self) -> bool:
-        return self.tensor._version != self.version or _depends_on_placeholders(self.tensor)
-
 
 class TracedTensors(TorchFunctionMode):
     """Lets nothing depend on placeholders once a trace has ended.
@@ -98,7 +96,7 @@ class TracedTensors(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.changed: list[Tensor] = []  # from outside; once the trace has ended
-        self._first = _number(xb.create_placeholder_tensor((), torch.float32))
+        self._first = tensor_id(xb.create_placeholder_tensor((), torch.float32))
         # By id. Kept until the trace ends: autograd's threads drop others while they are looked at.
         self._made: dict[int, Tensor] = {}
         self._unpacked: list[Tensor] = []
@@ -133,7 +131,8 @@ class TracedTensors(TorchFunctionMode):
             key = id(tensor)
             if key in self._outside:  # also if it has been changed in place
                 continue
-            if key in self._made or _is_since(tensor, self._first):
+            is_since = tensor.device.type == "xla" and tensor_id(tensor) >= self._first
+            if key in self._made or is_since:
                 self._made[key] = tensor
                 self._hook(tensor)
             else:
@@ -189,7 +188,11 @@ def _can_be_changed(tensor: Tensor) -> bool:
 
 def _restore(outside: Iterable[_Outside]) -> list[Tensor]:
     """Give those that were changed in place their values back, and return them."""
-    changed = [each for each in outside if each.was_changed()]
+    changed = [
+        each
+        for each in outside
+        if each.tensor._version != each.version or _depends_on_placeholders(each.tensor)
+    ]
     with torch.no_grad():
         for each in changed:
             each.tensor.copy_(each.values)
@@ -221,15 +224,6 @@ def _lose_traced(tensors: Sequence[Tensor]) -> None:
             for each in (tensor,) if grad is None else (tensor, grad):
                 if _depends_on_placeholders(each):
                     _lose(each)
-
-
-def _number(tensor: Tensor) -> int:
-    """Return a number that grows with each tensor that torch_xla makes."""
-    return int(torch_xla._XLAC._xla_get_tensor_id(tensor))
-
-
-def _is_since(tensor: Tensor, first: int) -> bool:
-    return tensor.device.type == "xla" and _number(tensor) >= first
 
 
 def _depends_on_placeholders(tensor: Tensor) -> bool:

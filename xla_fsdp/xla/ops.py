@@ -36,8 +36,12 @@ class NoValueError(RuntimeError):
 class RankRuntime:
     """How ranks run and communicate; this one is for TPU, where all ranks run the same program.
 
-    Subclasses are for CPU ranks (``cpu_rank_patches``) and fake ranks (``fake_rank``).
+    Subclasses are for CPU ranks (``cpu_rank_patches``), and for ranks of a TPU that is not there
+    (``fake_rank``, ``virtual_ranks``).
     """
+
+    def __init__(self) -> None:
+        self._without_values: list[int] = []
 
     def device_type(self) -> str:
         """Return the type of the device that programs are traced for: "TPU" or "CPU"."""
@@ -122,15 +126,30 @@ class RankRuntime:
         """Protect the host's random number state from other ranks that draw during the block."""
         return contextlib.nullcontext()
 
-    def without_values(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def without_values(self) -> Iterator[None]:
         """Raise NoValueError during the block where the host would compute from values of the
-        caller's device. Only ranks of ``cpu_rank_patches.PatchedRuntime`` do; elsewhere reading a
-        placeholder ends the process."""
-        return contextlib.nullcontext()
+        caller's device, if ``hooks`` are installed; without them reading a placeholder ends the
+        process."""
+        rank = index_of(device())
+        self._without_values.append(rank)
+        try:
+            yield
+        finally:
+            self._without_values.remove(rank)
 
     def has_values(self, rank: int) -> bool:
         """Return whether ``rank`` is outside of the blocks of ``without_values``."""
-        return True
+        return rank not in self._without_values
+
+    def before_read(self, tensors: Sequence[Any]) -> None:
+        """Called by ``hooks`` before values of ``tensors``, of any device, are copied to the
+        host."""
+
+    def sync(self, on: str, mark: Callable[[bool], None], wait: bool) -> None:
+        """Called by ``hooks`` in place of torch_xla's step marker of device ``on``, which is
+        ``mark(wait)``: it executes what is pending, and may wait for that."""
+        mark(wait)
 
 
 # All ranks of a process run in the same way, so there is one for all threads.
@@ -217,11 +236,6 @@ def expected_device_count() -> int:
 def index_of(on: torch.device | str) -> int:
     """Return the number of a device: 3 for ``xla:3``."""
     return int(str(on).rpartition(":")[2])
-
-
-def torus_coords() -> list[list[int]]:
-    """Return the coordinates of every rank, by rank: [core, x, y, z, slice]; empty off a TPU."""
-    return _runtime.torus_coords()
 
 
 def sync() -> None:
@@ -346,24 +360,6 @@ def pieces(tensor: Tensor, sizes: Sequence[int], dim: int = -1) -> list[Tensor]:
     """Return copies of consecutive slices along ``dim``, made in one operation."""
     split: Any = torch.split_with_sizes_copy
     return list(split(tensor, list(sizes), dim))
-
-
-def with_memory_of_their_own(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of device tensors, computed at once.
-
-    torch_xla lets a clone share the memory of what it was made from, until one of them is changed
-    in place by a program: that gives the memory away, and the other's value is gone.
-    """
-    with torch.no_grad():
-        copies = [
-            each.logical_or(each) if each.dtype is torch.bool else each.bitwise_or(each)
-            for each in tensors
-            if not (each.is_floating_point() or each.is_complex())
-        ]
-    floats = barrier([each for each in tensors if each.is_floating_point() or each.is_complex()])
-    compute([*copies, *floats])
-    made = iter(copies), iter(floats)
-    return [next(made[each.is_floating_point() or each.is_complex()]) for each in tensors]
 
 
 def copied_slice(tensor: Tensor, start: int, length: int) -> Tensor:
@@ -537,6 +533,24 @@ def upload_all(tensors: Sequence[Tensor], on: torch.device | None = None) -> lis
 def forget_token() -> None:
     """Drop torch_xla's token, which would make the next program depend on the last one."""
     torch_xla._XLAC._set_all_reduce_token(str(device()), None)
+
+
+def discard_unfinished(rank: int) -> None:
+    """Discard what an unfinished step left on device number ``rank`` for a later sync."""
+    torch_xla._XLAC._set_all_reduce_token(f"xla:{rank}", None)
+    context = vars(xm._get_device_context(f"xla:{rank}"))
+    context.pop("step_closures", None)
+    context.pop("async_step_closures", None)
+
+
+def live_tensors() -> list[Tensor]:
+    """Return all Python objects of XLA tensors; several may be of one XLA tensor."""
+    found: dict[int, Tensor] = {}
+    for tensor in tensor_objects():
+        for each in (tensor, tensor.grad if tensor.is_leaf else None):
+            if each is not None and each.device.type == "xla":
+                found[id(each)] = each
+    return list(found.values())
 
 
 # ---------------------------------------------------------------- collectives

@@ -6,23 +6,19 @@ in every step; here the caller names them once.
 
 from __future__ import annotations
 
-import functools
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from threading import Lock
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch_xla
 from torch import Tensor
 
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.cpu_rank_patches import host_reads
-from xla_fsdp.xla.graph import buffer_id, tensor_id
+from xla_fsdp.xla.graph import buffer_id, inputs_of, tensor_id
 from xla_fsdp.xla.host import copies
 
 # How the random number state changes in torch_xla: when a sync ends a step, and for each drawing of
@@ -39,35 +35,6 @@ CACHE_SIZE = 2048  # of torch_xla, unless XLA_COMPILATION_CACHE_SIZE says anothe
 
 class ProgramGoneError(Exception):
     """torch_xla no longer has a program."""
-
-
-@dataclass(frozen=True)
-class ProgramInputs:
-    """The inputs of a traced program, in order.
-
-    Args:
-        values: a tensor for each, which holds its buffer.
-        buffers: numbers that identify the buffers, as ``graph.buffer_id``.
-        tensors: ``graph.tensor_id`` of the tensor that brought each in; -1 of numbers.
-        seeds: positions of random number states.
-    """
-
-    values: list[Tensor]
-    buffers: list[int]
-    tensors: list[int]
-    seeds: list[int]
-
-
-def inputs_of(outputs: Sequence[Tensor]) -> ProgramInputs:
-    """Return the inputs of the program that computes ``outputs``."""
-    ids, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(outputs))
-    seed = torch_xla._XLAC._get_seed_info_id()
-    return ProgramInputs(
-        list(values),
-        list(torch_xla._XLAC._get_tensors_handle(values)),
-        list(ids),
-        [position for position, each in enumerate(ids) if each == seed],
-    )
 
 
 def holders_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -253,7 +220,11 @@ def unshare(tensors: Sequence[Tensor]) -> None:
 
 
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return computed copies of computed tensors, with buffers of their own."""
+    """Return computed copies of device tensors, with buffers of their own.
+
+    torch_xla lets a clone share the memory of what it was made from, until one of them is changed
+    in place by a program: that gives the memory away, and the other's value is gone.
+    """
     found = ops.barrier([each.detach() for each in tensors]) if tensors else []
     ops.compute(found)
     return found
@@ -369,85 +340,3 @@ def draws_until(seed: int, wanted: int, change: Callable[[int], int] = int) -> i
 def seed_value(seed: int) -> Tensor:
     """Return a random number state as programs take it, int64 [], on the device."""
     return ops.upload(torch.tensor(seed - (2**64 if seed >= 2**63 else 0)))
-
-
-# ---------------------------------------------------------------- reads while tracing
-
-
-class Reader(Protocol):
-    """Told of reads by the code that a rank traces."""
-
-    def before_read(self, value: Any) -> None:
-        """Called before a tensor, or list of tensors, is read, or everything pending is run
-        (None)."""
-        ...
-
-    def item(self, tensor: Tensor) -> Any:
-        """Return what ``tensor.item()`` of a host tensor returns; None to let torch read it."""
-        ...
-
-
-@dataclass
-class _Readers:
-    """The readers of a process, by device; its functions are replaced at the first."""
-
-    by_device: dict[str, Reader] = field(default_factory=dict)
-    installing: Lock = field(default_factory=Lock)
-    installed: Any = None  # in place of torch_xla's step marker
-
-    @property
-    def current(self) -> Reader | None:
-        # By device: backward hooks run in another thread than the step.
-        if not self.by_device:
-            return None
-        return self.by_device.get(torch_xla._XLAC._xla_get_default_device())
-
-    def install(self) -> None:
-        with self.installing:
-            # Virtual ranks replace the functions, and put back at the end those that were there.
-            if torch_xla._XLAC._xla_step_marker is not self.installed:
-                for owner, name, read in host_reads(self._before):
-                    setattr(owner, name, self._item(read) if name == "item" else read)
-                self.installed = self._step_marker(torch_xla._XLAC._xla_step_marker)
-                torch_xla._XLAC._xla_step_marker = self.installed
-
-    def _before(self, value: Any) -> None:
-        if (reader := self.current) is not None:
-            reader.before_read(value)
-
-    def _item(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def item(tensor: Tensor) -> Any:
-            reader = self.current
-            known = None if reader is None or tensor.is_xla else reader.item(tensor)  # type: ignore[attr-defined]
-            return original(tensor) if known is None else known
-
-        return item
-
-    def _step_marker(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def step_marker(*args: Any, **kwargs: Any) -> Any:
-            self._before(None)
-            return original(*args, **kwargs)
-
-        return step_marker
-
-
-_readers = _Readers()
-
-
-@contextmanager
-def reading_by(reader: Reader) -> Iterator[None]:
-    """Tell ``reader`` of the reads of the caller's device inside the block."""
-    _readers.install()
-    on = str(ops.device())
-    _readers.by_device[on] = reader
-    try:
-        yield
-    finally:
-        del _readers.by_device[on]
-
-
-def are_reads_watched() -> bool:
-    """Return whether the caller traces inside a ``reading_by``."""
-    return _readers.current is not None

@@ -18,21 +18,15 @@ from unittest import mock
 
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.runtime as xr
 from torch import Tensor
 
 from xla_fsdp.distributed.garbage import only_new_objects_collected
 from xla_fsdp.distributed.turns import TurnRun
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.cpu_rank_patches import (
-    PatchedRuntime,
-    discard_unfinished,
-    fallbacks_as_reads,
-    host_reads,
-    rendezvous,
-)
-from xla_fsdp.xla.graph import input_buffers, program_key, program_of, tensor_id
+from xla_fsdp.xla.fake_rank import AbsentTpu
+from xla_fsdp.xla.graph import inputs_of, program_key, program_of, tensor_id
+from xla_fsdp.xla.host import copies
+from xla_fsdp.xla.programs import next_seed
 
 FIRST_SEED = 101
 """torch_xla's seed of a device that has not been given one."""
@@ -55,7 +49,7 @@ Execute = Callable[[list[Request]], list[list[Tensor]]]
 """Runs programs of all ranks at once, or of one alone; returns the outputs of each, on the host."""
 
 
-class VirtualRanks:
+class VirtualRanks(AbsentTpu):
     """The virtual ranks of one run.
 
     Args:
@@ -65,8 +59,8 @@ class VirtualRanks:
     """
 
     def __init__(self, run: TurnRun, coords: Sequence[Sequence[int]], execute: Execute) -> None:
+        super().__init__(coords)
         self._run = run
-        self._coords = coords
         self._execute = execute
         self._root_seeds: dict[int, int] = {}
         self._programs: dict[tuple[int, bytes], bytes] = {}
@@ -75,28 +69,39 @@ class VirtualRanks:
     def installed(self) -> Iterator[None]:
         """Replace torch_xla's functions inside the block, in which ranks can run."""
         self._set_seed = torch_xla._XLAC._xla_set_rng_seed
-        self._to_host = torch_xla._XLAC._xla_get_cpu_tensors
-        world: dict[str, Any] = {"_WORLD_SIZE": len(self._coords), "_ORDINAL": None}
-        ops.let_backward_reach_devices()
-        level_node_counts(len(self._coords))
-        with contextlib.ExitStack() as stack:
-            replace = stack.enter_context
-            replace(only_new_objects_collected())  # lists of live tensors are then short, too
-            replace(mock.patch.multiple(xr, **world))
-            replace(ops.using_runtime(_VirtualTpu(self._run, self._coords)))
-            internals: dict[str, Any] = {
-                "_xla_step_marker": self._step_marker,
-                "_xla_set_rng_seed": self._seed,
-                "_xla_sync_live_tensors": self._sync_live_tensors,
-                "_xla_warm_up_cache": self._compile,
-                "_run_cached_graph": self._run_compiled,
-            }
-            replace(mock.patch.multiple(torch_xla._XLAC, **internals))
-            replace(mock.patch.object(xm, "xla_rendezvous", rendezvous))
-            for owner, name, read in host_reads(self._before_read):
-                replace(mock.patch.object(owner, name, read))
-            stack.callback(fallbacks_as_reads()._destroy)
-            yield
+        internals: dict[str, Any] = {
+            "_xla_set_rng_seed": self._seed,
+            "_xla_sync_live_tensors": self._sync_live_tensors,
+            "_xla_warm_up_cache": self._compile,
+            "_run_cached_graph": self._run_compiled,
+        }
+        with self.in_use(None), mock.patch.multiple(torch_xla._XLAC, **internals):
+            level_node_counts(len(self._coords))
+            with only_new_objects_collected():  # lists of live tensors are then short, too
+                yield
+
+    # ------------------------------------------------------------ a RankRuntime
+
+    def compares_values(self) -> bool:
+        return False
+
+    def has_kernels(self) -> bool:
+        return False  # its programs run on CPU
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        return self._run.exchange(ops.index_of(ops.device()), data)
+
+    def before_read(self, tensors: Sequence[Any]) -> None:
+        pending = [each for each in tensors if ops.is_pending(each)]
+        if pending:
+            self._compute(ops.index_of(pending[0].device), pending)
+
+    def sync(self, on: str, mark: Callable[[bool], None], wait: bool) -> None:
+        self._sync_live_tensors(on)
+        # As torch_xla does at the end of a step.
+        self._seed(next_seed(self._root_seeds[ops.index_of(on)]), on)
+
+    # ------------------------------------------------------------ threads
 
     def enter(self, rank: int) -> None:
         """Let the calling thread be ``rank``, when it has its first turn."""
@@ -107,29 +112,16 @@ class VirtualRanks:
 
     def leave(self, rank: int) -> None:
         """Discard what an unfinished step left."""
-        discard_unfinished(rank)
+        ops.discard_unfinished(rank)
 
     # ------------------------------------------------------------ in place of torch_xla's
-
-    def _step_marker(
-        self,
-        device: str = "",
-        devices: Sequence[str] = (),
-        wait: bool = True,
-        reset_scope: bool = True,
-    ) -> None:
-        on = device or torch_xla._XLAC._xla_get_default_device()
-        rank = ops.index_of(on)
-        self._sync_live_tensors(on)
-        # As torch_xla does at the end of a step.
-        self._seed((1012031 + self._root_seeds[rank] * 7012063) % 2**64, on)
 
     def _sync_live_tensors(
         self, device: str = "", devices: Sequence[str] = (), wait: bool = True
     ) -> None:
         on = device or torch_xla._XLAC._xla_get_default_device()
-        pending = [each for each in _live_tensors(on) if ops.is_pending(each)]
-        self._compute(ops.index_of(on), pending)
+        own = [each for each in ops.live_tensors() if str(each.device) == on]
+        self._compute(ops.index_of(on), [each for each in own if ops.is_pending(each)])
 
     def _compile(self, tensors: Sequence[Tensor], devices: Sequence[str]) -> None:
         on = torch_xla._XLAC._xla_get_default_device()
@@ -144,12 +136,6 @@ class VirtualRanks:
         self._root_seeds[ops.index_of(on)] = seed
         self._set_seed(seed, on)
 
-    def _before_read(self, value: Any) -> None:
-        given = [value] if isinstance(value, Tensor) else value
-        pending = [each for each in given if ops.is_pending(each)]
-        if pending:
-            self._compute(ops.index_of(pending[0].device), pending)
-
     # ------------------------------------------------------------ programs
 
     def _compute(self, rank: int, tensors: Sequence[Tensor]) -> None:
@@ -159,7 +145,7 @@ class VirtualRanks:
         numbers = [tensor_id(each) for each in tensors]  # before some are replaced
         pending = dict(zip(numbers, tensors, strict=True))
         results = [pending[each] for each in sorted(pending)]  # in the order of their making
-        inputs = [value for _, value in input_buffers(results)]
+        inputs = inputs_of(results).values
         outputs = self._execute_on(rank, self._program(rank, results), inputs)
         computed = dict(zip(sorted(pending), outputs, strict=True))
         for number, each in zip(numbers, tensors, strict=True):
@@ -177,35 +163,13 @@ class VirtualRanks:
 
     def _execute_on(self, rank: int, hlo: bytes, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run a program of this rank, together with the others if it has collectives."""
-        request = Request(hlo, list(self._to_host(list(inputs))) if inputs else [])
+        request = Request(hlo, copies(inputs))
         if any(opcode in hlo for opcode in COLLECTIVES):
             outputs = self._run.meet(rank, "a program with collectives", request, self._execute)
         else:
             [outputs] = self._execute([request])
         on = f"xla:{rank}"
         return list(torch_xla._XLAC._xla_tensors_from_aten(outputs, [on] * len(outputs), None))
-
-
-class _VirtualTpu(PatchedRuntime):
-    def __init__(self, run: TurnRun, coords: Sequence[Sequence[int]]) -> None:
-        super().__init__()
-        self._run = run
-        self._coords = [list(each) for each in coords]
-
-    def device_type(self) -> str:
-        return "TPU"
-
-    def torus_coords(self) -> list[list[int]]:
-        return self._coords
-
-    def compares_values(self) -> bool:
-        return False
-
-    def has_kernels(self) -> bool:
-        return False  # its programs run on CPU
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        return self._run.exchange(ops.index_of(ops.device()), data)
 
 
 def prepare_devices(num_ranks: int) -> None:
@@ -263,14 +227,3 @@ class _Counting(torch.autograd.Function):
                 leaf.view(())
         ctx.found.append(torch.autograd._get_sequence_nr())
         return grad, None, None
-
-
-def _live_tensors(on: str) -> list[Tensor]:
-    """Return all Python objects of XLA tensors on a device; several may be of one XLA tensor."""
-    device = torch.device(on)
-    found: dict[int, Tensor] = {}
-    for tensor in ops.tensor_objects():
-        for each in (tensor, tensor.grad if tensor.is_leaf else None):
-            if each is not None and each.device == device:
-                found[id(each)] = each
-    return list(found.values())

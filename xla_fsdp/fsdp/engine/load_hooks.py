@@ -25,7 +25,7 @@ from xla_fsdp.fsdp.engine.positional_state import note_order
 from xla_fsdp.fsdp.engine.shard_place import PLACES, Places, places_of, refuse_other_places
 from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
-from xla_fsdp.xla import ops
+from xla_fsdp.xla.programs import copies_of
 
 # Key of the form in a state dict's metadata, which torch has for each module.
 MARK = "xla_fsdp_form"
@@ -214,7 +214,7 @@ class _Load:
         }
         on_device = {key: value for key, value in given.items() if value.device.type == "xla"}
         with package_code():
-            copies = ops.with_memory_of_their_own(list(on_device.values()))
+            copies = copies_of(list(on_device.values()))
         self.state.update(zip(on_device, copies, strict=True))
 
     def _keys(self, shard: NamedShard, original: OriginalParam) -> list[str]:

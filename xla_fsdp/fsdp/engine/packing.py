@@ -169,7 +169,7 @@ def is_expert(originals: Iterable[OriginalParam]) -> bool:
 
 
 def _own_rank(placement: TensorPlacement) -> int:
-    return placement.mesh.place(ops.rank())
+    return placement.mesh.local_rank(ops.rank())
 
 
 def cut_shard(tensors: Sequence[Tensor], layout: ShardLayout, rank: int) -> Tensor:

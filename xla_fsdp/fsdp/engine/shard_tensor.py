@@ -105,7 +105,7 @@ def distribute_tensor(tensor: Tensor, device_mesh: Mesh, placements: Any) -> Ten
     row_shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
     width = torch.Size(row_shape).numel() if tensor.dim() else 0
     layout = ShardLayout((tensor.numel(),), device_mesh.size(axis), width or LANES)
-    rank = device_mesh.place(ops.rank(), axis)
+    rank = device_mesh.local_rank(ops.rank(), axis)
     shard = make_shard([tensor], layout, rank, ops.device(), row_shape if width else (), dim)
     return shard.detach()
 

@@ -48,6 +48,10 @@ class _FailsAgainError(CompileError):
         super().__init__(reason)
         self.max_host_mem = max_host_mem
 
+    def holds_for(self, max_host_mem: int) -> bool:
+        """Return whether a compilation that may use so many bytes fails, too."""
+        return self.max_host_mem is None or max_host_mem <= self.max_host_mem
+
 
 @dataclass(frozen=True)
 class Buffers:
@@ -102,18 +106,17 @@ def compile_program(
     if not program.partition_order:  # JAX adds no flags to its programs, torch_xla does
         flags = f"{topology.init_args} {flags}".strip()
     entry = (cache_dir or _default_cache_dir()) / f"{_key(program, topology, flags)}.json.gz"
-    if (known := _read(entry)) is not None:
+    known = _read(entry)
+    if isinstance(known, _FailsAgainError) and known.holds_for(max_host_mem):
+        raise CompileError(f"{known} (kept from an earlier run, in {entry})")
+    if isinstance(known, Compiled):
         return known
-    failure = entry.with_name(f"{entry.name.partition('.')[0]}.failed")
-    if reason := _known_failure(failure, max_host_mem):
-        raise CompileError(f"{reason} (kept from an earlier run, in {failure})")
     try:
         compiled = _compile(program, topology, flags, max_host_mem, progress)
     except _FailsAgainError as error:
-        facts = {"reason": str(error), "max_host_mem": error.max_host_mem}
-        _write(failure, lambda path: path.write_text(json.dumps(facts)))
+        _write(entry, {"reason": str(error), "max_host_mem": error.max_host_mem})
         raise
-    _write(entry, lambda path: _write_compressed(path, compiled))
+    _write(entry, asdict(compiled))
     return compiled
 
 
@@ -148,6 +151,19 @@ def check_installed() -> None:
         )
 
 
+def available_memory() -> int:
+    """Return the bytes of memory that this process may still take."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    [free] = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - used)
+
+
 # ---------------------------------------------------------------- the cache
 
 
@@ -162,36 +178,23 @@ def _key(program: Program, topology: Topology, flags: str) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _read(entry: Path) -> Compiled | None:
+def _read(entry: Path) -> Compiled | _FailsAgainError | None:
     try:
         with gzip.open(entry, "rt") as file:
-            return Compiled(**json.load(file))
+            facts = json.load(file)
+        return _FailsAgainError(**facts) if "reason" in facts else Compiled(**facts)
     except (OSError, ValueError, TypeError, EOFError):
         return None  # absent, cut off, or of another version: compiled again
 
 
-def _known_failure(entry: Path, max_host_mem: int) -> str:
-    """Return why compilation failed before and will again; empty if that is not known."""
-    try:
-        facts = json.loads(entry.read_text())
-        limit = facts["max_host_mem"]
-        return facts["reason"] if limit is None or max_host_mem <= limit else ""
-    except (OSError, ValueError, TypeError, KeyError):
-        return ""
-
-
-def _write(entry: Path, write: Callable[[Path], object]) -> None:
+def _write(entry: Path, facts: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # a read-only home is no reason to fail
         entry.parent.mkdir(parents=True, exist_ok=True)
         # Under another name first, so that nobody reads half a file.
         fresh = entry.with_name(f"{entry.name}.{os.getpid()}")
-        write(fresh)
+        with gzip.open(fresh, "wt", compresslevel=3) as file:
+            json.dump(facts, file)
         fresh.replace(entry)
-
-
-def _write_compressed(path: Path, compiled: Compiled) -> None:
-    with gzip.open(path, "wt", compresslevel=3) as file:
-        json.dump(asdict(compiled), file)
 
 
 # ---------------------------------------------------------------- the child process

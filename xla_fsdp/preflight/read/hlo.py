@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
@@ -22,10 +23,43 @@ NO_ESTIMATE = 2**63 - 1
 
 _KERNEL_FLOPS = r'"cost_estimate":\{[^}]*"flops":"?(\d+)'
 
-_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\]")
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](?:\{([0-9,]*)(?::([^}]*))?\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
 _START = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = ")
 _NAME = re.compile(r"%([\w.\-]+)")
+
+
+class Array(NamedTuple):
+    """One array of a shape, in the text's own notation."""
+
+    dtype: str
+    sizes: str
+    order: str = ""  # dims, minor first
+    layout: str = ""
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Sizes of the dims."""
+        return _ints(self.sizes)
+
+    @property
+    def is_in_hbm(self) -> bool:
+        """Whether it lies in HBM, not on the chip."""
+        return re.search(r"S\([1-9]", self.layout) is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without padding; 0 of what is no array."""
+        return math.prod(self.dims) * BITS.get(self.dtype, 0) // 8
+
+    @property
+    def padded_nbytes(self) -> int:
+        """Bytes, with the dims padded to whole tiles."""
+        dims, minor = list(self.dims), _ints(self.order)
+        if (tile := re.search(r"T\(([\d,]+)\)", self.layout)) and minor:
+            for axis, width in zip(minor, reversed(_ints(tile.group(1))), strict=False):
+                dims[axis] = -(-dims[axis] // width) * width
+        return math.prod(dims) * BITS.get(self.dtype, 0) // 8
 
 
 @dataclass(frozen=True)
@@ -79,24 +113,24 @@ class Instruction:
         return int(self.find(r'"estimated_cycles":"(\d+)"') or 0)
 
     @property
+    def arrays(self) -> list[Array]:
+        """The arrays of the result."""
+        return [Array(*each) for each in _ARRAY.findall(self.shape)]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the result, without padding."""
-        return sum(
-            math.prod(_ints(sizes)) * BITS.get(dtype, 0) // 8
-            for dtype, sizes in _ARRAY.findall(self.shape)
-        )
+        return sum(each.nbytes for each in self.arrays)
 
     @property
     def dtypes(self) -> list[str]:
         """Element types of the result, each once."""
-        found = (dtype for dtype, _ in _ARRAY.findall(self.shape) if dtype in BITS)
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(each.dtype for each in self.arrays if each.dtype in BITS))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of the (first) array of the result."""
-        found = _ARRAY.search(self.shape)
-        return _ints(found.group(2)) if found else ()
+        return self.arrays[0].dims if self.arrays else ()
 
 
 @dataclass
@@ -264,8 +298,6 @@ def _ints(sizes: str) -> tuple[int, ...]:
 def _trip_count(
     computations: Mapping[str, Computation], inside: Computation, loop: Instruction
 ) -> int | None:
-    if noted := loop.find(r'known_trip_count"?:\{"?n"?:"?(\d+)'):
-        return int(noted)
     condition = computations.get(loop.attribute("condition"))
     body = computations.get(loop.attribute("body"))
     if condition is None or body is None:

@@ -102,47 +102,51 @@ def page(
         failed: the other runs.
         about: of ``about_run``.
     """
-    rows = "".join(map(_row, reports))
-    headings = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
+    verdicts = [{"fits": "yes" if each.fits else "no"} for each in reports]
+    lost = (
+        f'<p><span class="no">{escape(each.run)}</span>: {escape(each.error)}</p>'
+        for each in failed
+    )
     legend = _legend((label, _COLORS[name]) for name, label in PARTS.items())
     return _document(
         f'<p class="note">One training step per rank, as the TPU compiler makes it.</p>'
-        f"{''.join(map(_failure, failed))}"
-        f"<table><tr>{headings}</tr>{rows}</table>"
+        f"{''.join(lost)}"
+        f"{_table('', HEADINGS, map(cells, reports), verdicts)}"
         f"<h2>Memory against the chip's capacity</h2>{legend}{_memory_bars(reports)}"
         f"{''.join(map(_section, reports))}",
         about,
     )
 
 
-def _failure(failed: Failed) -> str:
-    return f'<p><span class="no">{escape(failed.run)}</span>: {escape(failed.error)}</p>'
-
-
 def tuned_page(tuned: Tuned, about: Mapping[str, str] | None = None) -> str:
     """Return an HTML page of a search: what was tried, and the report on the best."""
-    headings = "".join(f"<th>{escape(heading)}</th>" for heading in TUNED_HEADINGS)
     best = tuned.best
     return _document(
         f'<p class="note">{escape(tuned.topology)}: each point is a recipe, a mesh and a batch '
         f"size, filled if it was compiled as it is to run, and else predicted; dashed if it does "
         f"not fit.</p>"
         f"{_scatter(tuned)}"
-        f'<table class="tuned"><tr>{headings}</tr>'
-        f"{''.join(_tuned_row(tuned, each) for each in tuned.ranking())}</table>"
+        f"{_table('tuned', TUNED_HEADINGS, map(tuned.cells, tuned.ranking()))}"
         f"{_section(best.report) if best and best.report else ''}",
         about,
     )
 
 
-def _tuned_row(tuned: Tuned, candidate: Candidate) -> str:
-    cells = zip(TUNED_HEADINGS, tuned.cells(candidate), strict=True)
-    return f"<tr>{''.join(_cell(*each) for each in cells)}</tr>"
-
-
-def _cell(heading: str, content: str, kind: str = "") -> str:
-    mark = f' class="{kind}"' if kind else ""
-    return f'<td data-name="{escape(heading)}"{mark}>{escape(content)}</td>'
+def _table(
+    kind: str,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    kinds: Sequence[Mapping[str, str]] = (),
+) -> str:
+    """Return a table; ``kinds`` has the class of cells, by heading, in each row."""
+    drawn = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    for number, row in enumerate(rows):
+        of_row = kinds[number] if kinds else {}
+        drawn += "</tr><tr>"
+        for heading, content in zip(headings, row, strict=True):
+            mark = f'data-name="{escape(heading)}" class="{of_row.get(heading, "")}"'
+            drawn += f"<td {mark}>{escape(content)}</td>"
+    return f'<table class="{kind}"><tr>{drawn}</tr></table>'
 
 
 def _document(body: str, about: Mapping[str, str] | None) -> str:
@@ -154,12 +158,6 @@ def _document(body: str, about: Mapping[str, str] | None) -> str:
         f"<title>Preflight</title><style>{_STYLE}</style></head><body><h1>Preflight</h1>"
         f"{body}</body></html>\n"
     )
-
-
-def _row(report: Report) -> str:
-    verdict = {"fits": "yes" if report.fits else "no"}
-    columns = zip(HEADINGS, cells(report), strict=True)
-    return f"<tr>{''.join(_cell(*each, verdict.get(each[0], '')) for each in columns)}</tr>"
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -253,23 +251,14 @@ def _scatter(tuned: Tuned) -> str:
     fastest = max((tuned.rate(each) for each, _ in points), default=0.0)
     y = _Scale(1.05 * fastest, PLOT, -PLOT + 10)
     drawn = [
-        *_scatter_axes(x, y, tuned.unit),
+        *_across(x, "MiB", 10, PLOT, MIB),
+        *_upward(y, f"{tuned.unit}/s"),
         _line(x(tuned.capacity), 10, x(tuned.capacity), PLOT, "capacity",
               f"capacity: {_mib(tuned.capacity)} MiB"),
         *(_point(tuned, each, x(needed), y(tuned.rate(each))) for each, needed in points),
     ]  # fmt: skip
     plot = _svg("scatter", PLOT + 26, "Memory against estimated rate", drawn)
     return _legend(_RECIPE_COLORS.items()) + plot
-
-
-def _scatter_axes(x: _Scale, y: _Scale, unit: str) -> Iterator[str]:
-    for size in axis_marks(x.top / MIB):
-        at = x(size * MIB)
-        yield _line(at, 10, at, PLOT, "grid")
-        yield _text(at, PLOT + 16, f"{size:,.0f} MiB", "middle")
-    for rate in axis_marks(y.top):
-        yield _line(LEFT, y(rate), WIDTH - RIGHT, y(rate), "grid")
-        yield _text(LEFT - 8, y(rate) + 4, f"{rate:,.0f} {unit}/s", "end")
 
 
 def _point(tuned: Tuned, candidate: Candidate, x: float, y: float) -> str:
@@ -294,7 +283,7 @@ def _step_timeline(report: Report) -> str:
     bottom = HEIGHT + 30 + len(lanes) * (LANE + GAP)
     drawn = [
         *_areas(report.memory, timeline.moments, timeline.seconds, x),
-        *_time_axis(timeline.seconds, x, bottom),
+        *_across(x, "ms", HEIGHT, bottom, 1e-3),
     ]
     for number, lane in enumerate(lanes):
         drawn += _lane(*lane, timeline.spans, x, HEIGHT + 30 + number * (LANE + GAP))
@@ -313,7 +302,7 @@ def _areas(memory: Memory, moments: Sequence[Moment], seconds: float, x: _Scale)
     if memory.capacity <= 2 * highest:  # otherwise the line would squeeze the areas
         lines["capacity"] = memory.capacity
     y = _Scale(1.05 * max(highest, *lines.values()), HEIGHT, -HEIGHT + 10)
-    yield from _memory_axis(y)
+    yield from _upward(y, "MiB", MIB)
     edges = [*(each.seconds for each in moments), seconds]
     below = [0] * len(moments)
     for name, sizes in areas:
@@ -336,18 +325,20 @@ def _stairs(
         yield x(right), y(level)
 
 
-def _memory_axis(y: _Scale) -> Iterator[str]:
-    for size in axis_marks(y.top / MIB):
-        at = y(size * MIB)
+def _upward(y: _Scale, name: str, unit: float = 1) -> Iterator[str]:
+    """Draw lines at round numbers of a unit, with these and its name on their left."""
+    for each in axis_marks(y.top / unit):
+        at = y(each * unit)
         yield _line(LEFT, at, WIDTH - RIGHT, at, "grid")
-        yield _text(LEFT - 8, at + 4, f"{size:,.0f} MiB", "end")
+        yield _text(LEFT - 8, at + 4, f"{each:,.0f} {name}", "end")
 
 
-def _time_axis(seconds: float, x: _Scale, bottom: float) -> Iterator[str]:
-    for each in axis_marks(1e3 * seconds):
-        at = x(each / 1e3)
-        yield _line(at, HEIGHT, at, bottom, "grid")
-        yield _text(at, bottom + 14, f"{each:g} ms", "middle")
+def _across(x: _Scale, name: str, top: float, bottom: float, unit: float) -> Iterator[str]:
+    """Draw lines from ``top`` to ``bottom``, with numbers below."""
+    for each in axis_marks(x.top / unit):
+        at = x(each * unit)
+        yield _line(at, top, at, bottom, "grid")
+        yield _text(at, bottom + 15, f"{each:,.12g} {name}", "middle")
 
 
 def axis_marks(top: float) -> list[float]:

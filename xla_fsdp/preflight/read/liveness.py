@@ -6,47 +6,16 @@ are those of ``compiler.Buffers``. A loop counts as its carry and the peak of it
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from xla_fsdp.preflight.read.hlo import BITS, Computation, Instruction, Module
+from xla_fsdp.preflight.read.hlo import Array, Computation, Instruction, Module
 
 GATHERED, OTHER = "gathered parameters", "activations and temporaries"
 
 # Index of an instruction, and the bytes by purpose that are held from there on.
 Level = tuple[int, dict[str, int]]
-
-_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](?:\{([0-9,]*)(?::([^}]*))?\})?")
-
-
-class _Array(NamedTuple):
-    """One array of a shape, in the text's own notation."""
-
-    dtype: str
-    sizes: str
-    order: str  # dims, minor first
-    layout: str
-
-    @property
-    def is_in_hbm(self) -> bool:
-        return re.search(r"S\([1-9]", self.layout) is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes, with the dims padded to whole tiles."""
-        if self.dtype not in BITS:
-            return 0
-        dims = [int(size) for size in self.sizes.split(",") if size]
-        minor = [int(axis) for axis in self.order.split(",") if axis]
-        if (tile := re.search(r"T\(([\d,]+)\)", self.layout)) and minor:
-            widths = [int(width) for width in tile.group(1).split(",")]
-            for axis, width in zip(minor, reversed(widths), strict=False):
-                dims[axis] = -(-dims[axis] // width) * width
-        return math.prod(dims) * BITS[self.dtype] // 8
 
 
 @dataclass(eq=False)
@@ -55,7 +24,7 @@ class _Buffer:
 
     made: int
     last_read: int
-    array: _Array
+    array: Array
     nbytes: int
     purpose: str
     maker: Instruction
@@ -86,12 +55,12 @@ def levels(module: Module) -> list[Level]:
 
 def most_gathered(module: Module) -> int:
     """Return the most bytes of gathered parameters at once, in HBM or in memory on the chip."""
-    buffers = _buffers(module, module.entry, lambda array: array.nbytes)
+    buffers = _buffers(module, module.entry, lambda array: array.padded_nbytes)
     return _peak_of([each for each in buffers if each.purpose == GATHERED]).total
 
 
-def _hbm_bytes(array: _Array) -> int:
-    return array.nbytes if array.is_in_hbm else 0
+def _hbm_bytes(array: Array) -> int:
+    return array.padded_nbytes if array.is_in_hbm else 0
 
 
 def _peak_of(buffers: Sequence[_Buffer]) -> Peak:
@@ -121,7 +90,7 @@ def _levels(buffers: Sequence[_Buffer]) -> list[Level]:
 
 
 def _buffers(
-    module: Module, computation: Computation, size: Callable[[_Array], int]
+    module: Module, computation: Computation, size: Callable[[Array], int]
 ) -> list[_Buffer]:
     """Return all buffers of a computation, except its inputs and results."""
     values: dict[str, list[_Buffer]] = {}  # one buffer for each array of an instruction's shape
@@ -130,7 +99,7 @@ def _buffers(
         operands = [buffer for name in each.operands for buffer in values.get(name, ())]
         for operand in operands:
             operand.last_read = at
-        arrays = [_Array(*array) for array in _ARRAY.findall(each.shape)]
+        arrays = each.arrays
         values[each.name] = []
         for array, buffer in zip(arrays, _shared(module, each, operands, arrays), strict=True):
             if buffer is None:
@@ -141,13 +110,13 @@ def _buffers(
         if each.opcode == "while":
             body = module.computations[each.attribute("body")]
             nbytes = _peak_of(_buffers(module, body, size)).total
-            found.append(_Buffer(at, at, _Array("u8", str(nbytes), "", ""), nbytes, OTHER, each))
+            found.append(_Buffer(at, at, Array("u8", str(nbytes)), nbytes, OTHER, each))
     results = set(values[computation.root.name])
     return [buffer for buffer in found if buffer.nbytes and buffer not in results]
 
 
 def _shared(
-    module: Module, each: Instruction, operands: list[_Buffer], arrays: Sequence[_Array]
+    module: Module, each: Instruction, operands: list[_Buffer], arrays: Sequence[Array]
 ) -> Sequence[_Buffer | None]:
     """Return, for each array of an instruction's result, the operand's buffer that it reuses."""
     if each.opcode == "get-tuple-element":
@@ -161,7 +130,7 @@ def _shared(
     return [None] * len(arrays)
 
 
-def _kind(array: _Array) -> tuple[str, str, bool]:
+def _kind(array: Array) -> tuple[str, str, bool]:
     return array.dtype, array.sizes, array.is_in_hbm
 
 

@@ -14,13 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xla_fsdp.preflight.api import check_options, describe_options, mesh_on
-from xla_fsdp.preflight.compile.compiler import check_installed
+from xla_fsdp.preflight.compile.compiler import available_memory, check_installed
 from xla_fsdp.preflight.read.report import options_text
-from xla_fsdp.preflight.rehearse.virtual_chips import QUICK_COMPILE, VirtualChips
+from xla_fsdp.preflight.rehearse.virtual_chips import VirtualChips
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xla_fsdp.distributed.mesh import Mesh
-    from xla_fsdp.preflight.trace.program import Traced
 
 PLAIN = "plain"
 """The keyword of ``build_step`` that asks for the plain model."""
@@ -175,7 +173,6 @@ def rehearse(
     mesh: Mesh | Mapping[str, int] | None = None,
     tell: Callable[[str], None] | None = None,
     progress: Callable[[str], None] | None = None,
-    xla_flags: str = QUICK_COMPILE,
     **options: Any,
 ) -> Rehearsal:
     """Make training steps as every rank of a TPU slice, on this machine.
@@ -191,7 +188,6 @@ def rehearse(
         mesh: passed on as ``build_step(mesh=mesh, ...)``, as by ``preflight``.
         tell: called with lines of text: what it takes, and each step as soon as it is made.
         progress: called with a line on what is being done, and with an empty one before ``tell``.
-        xla_flags: flags of XLA's CPU compiler.
         options: passed to ``build_step``.
 
     Raises:
@@ -219,7 +215,7 @@ def rehearse(
         if tell is not None:
             tell(line)
 
-    with VirtualChips(slice_.num_ranks, xla_flags) as chips:
+    with VirtualChips(slice_.num_ranks) as chips:
         needs = _needs(build_step, slice_, options, chips, show)
         say(f"{topology} {options_text(describe_options(options))}".rstrip())
         say(f"{steps} step(s) of {slice_.num_ranks} ranks on this machine: {needs.text(steps)}")
@@ -264,9 +260,10 @@ def _needs(
     started = time.monotonic()
     largest = max(chips.memory(program.hlo, slice_.num_ranks) for program in traced.programs)
     compiling = time.monotonic() - started
+    held = max(sum(each.nbytes for each in program.inputs) for program in traced.programs)
     flops = REMAT * traced.model_flops / chips.flops_per_second()
     return Needs(
-        memory=largest + _held_bytes(traced, slice_.num_ranks) + OVERHEAD,
+        memory=largest + 2 * slice_.num_ranks * held + OVERHEAD,  # held, and on their way
         available=available_memory(),
         compile_seconds=compiling,
         step_seconds=slice_.num_ranks * (traced.seconds + flops),
@@ -280,28 +277,6 @@ def check_fits(topology: str, needs: Needs, steps: int) -> None:
             f"{steps} step(s) on {topology}: {needs.text(steps)}: that does not fit. Take a "
             f"smaller model, batch or slice; how ranks communicate does not depend on their size"
         )
-
-
-def _held_bytes(traced: Traced, num_ranks: int) -> int:
-    """Return the bytes of the values that ranks hold between programs, and on their way."""
-    return (
-        2
-        * num_ranks
-        * max(sum(each.nbytes for each in program.inputs) for program in traced.programs)
-    )
-
-
-def available_memory() -> int:
-    """Return the bytes of memory that this process may still take."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    [free] = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, int(limit) - used)
 
 
 def _duration(seconds: float) -> str:
@@ -387,7 +362,9 @@ class _Seen:
         )
 
     def _keep_grads(self, optimizer: torch.optim.Optimizer) -> None:
-        for param in _params_of(optimizer):
+        from xla_fsdp.optim.traits import params_of
+
+        for param in params_of(optimizer):
             if param.grad is not None:
                 self.grads[id(param)] = param, param.grad.detach().clone()
 
@@ -398,6 +375,7 @@ def _watched() -> Iterator[_Seen]:
     block."""
     from torch.optim import optimizer as hooks
 
+    from xla_fsdp.optim.traits import StepWatch
     from xla_fsdp.xla import ops
 
     seen, device = _Seen(), ops.device()
@@ -411,8 +389,8 @@ def _watched() -> Iterator[_Seen]:
             seen.after()
 
     handles = [
-        hooks.register_optimizer_step_pre_hook(_Watch(before)),
-        hooks.register_optimizer_step_post_hook(_Watch(after)),
+        hooks.register_optimizer_step_pre_hook(StepWatch(before)),
+        hooks.register_optimizer_step_post_hook(StepWatch(after)),
     ]
     try:
         yield seen
@@ -421,27 +399,12 @@ def _watched() -> Iterator[_Seen]:
             handle.remove()
 
 
-class _Watch:
-    """A hook that changes nothing, so that steps in backward are as without it."""
-
-    only_watches = True
-
-    def __init__(self, note: Callable[[torch.optim.Optimizer], None]) -> None:
-        self._note = note
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._note(optimizer)
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def _after_step(loss: Any, seen: _Seen) -> RankStep:
     from xla_fsdp.optim.clip_grad import shared_by
+    from xla_fsdp.optim.traits import params_of
     from xla_fsdp.xla import ops
 
-    params = {id(p): p for each in seen.optimizers.values() for p in _params_of(each)}
+    params = {id(p): p for each in seen.optimizers.values() for p in params_of(each)}
     names = {key: _name(param, number) for number, (key, param) in enumerate(params.items())}
     places = {key: shared_by(param, None) for key, param in params.items()}
     found, digests = _number(loss), {}
@@ -455,7 +418,8 @@ def _after_step(loss: Any, seen: _Seen) -> RankStep:
         digests[names[key], place] = _digest(value)
         if not _is_finite(value):
             not_finite.append(names[key])
-    for count in _step_counts(seen):
+    states = [state for each in seen.optimizers.values() for state in each.state.values()]
+    for count in sorted({float(state["step"]) for state in states if "step" in state}):
         digests["the optimizer's number of steps", ()] = str(count)
     squares = seen.squared_norm(
         lambda param: math.prod(each.num_shards for each in places[id(param)]) / ops.world_size()
@@ -479,11 +443,6 @@ def _digest(value: Tensor) -> str:
 
 def _is_finite(value: Tensor) -> bool:
     return not value.is_floating_point() or bool(value.isfinite().all())
-
-
-def _step_counts(seen: _Seen) -> list[float]:
-    states = [s for each in seen.optimizers.values() for s in each.state.values()]
-    return sorted({float(state["step"]) for state in states if "step" in state})
 
 
 def _number(value: Any) -> float | None:

@@ -41,7 +41,6 @@ class VirtualChips:
 
     Args:
         num_chips: number of devices.
-        xla_flags: flags of the CPU compiler, as in ``XLA_FLAGS``.
 
     Attributes:
         programs: the serialized HLO of each program that ran, in order of first use.
@@ -51,7 +50,7 @@ class VirtualChips:
         CompileError: if JAX is not installed.
     """
 
-    def __init__(self, num_chips: int, xla_flags: str = QUICK_COMPILE) -> None:
+    def __init__(self, num_chips: int) -> None:
         check_installed()
         self.num_chips = num_chips
         self.programs: list[bytes] = []
@@ -62,7 +61,7 @@ class VirtualChips:
         self._connection, theirs = Pipe()
         self._child = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.run_child", str(theirs.fileno())],
-            env=_environment(num_chips, xla_flags),
+            env=_environment(num_chips),
             pass_fds=[theirs.fileno()],
             stdout=self._log,
             stderr=self._log,
@@ -149,14 +148,11 @@ class VirtualChips:
         )
 
 
-def _environment(num_chips: int, xla_flags: str) -> dict[str, str]:
+def _environment(num_chips: int) -> dict[str, str]:
     unwanted = ("PJRT_DEVICE", "XLA_FLAGS")
     inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
-    flags = (
-        f"--xla_force_host_platform_device_count={num_chips}",
-        xla_flags,
-    )
-    return {**inherited, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags).strip()}
+    flags = f"--xla_force_host_platform_device_count={num_chips} {QUICK_COMPILE}"
+    return {**inherited, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
 def same_program(programs: Sequence[bytes]) -> bytes:

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from xla_fsdp.preflight.api import compiled_report, traced_on
-from xla_fsdp.preflight.compile.compiler import CompileError
+from xla_fsdp.preflight.compile.compiler import CompileError, available_memory
 from xla_fsdp.preflight.read.report import Report
 from xla_fsdp.preflight.search.candidates import Way, data_ranks, recipe_text
 from xla_fsdp.preflight.topologies import Topology
@@ -23,8 +23,6 @@ from xla_fsdp.preflight.trace.program import Traced
 
 CPUS = 2
 """That a compilation keeps busy."""
-
-_MEMORY_INFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -108,13 +106,16 @@ class Trials:
         with ThreadPoolExecutor(self.limits.jobs) as pool:
             try:
                 for trial in trials:
-                    traced = self._traced_or_none(trial)
+                    try:
+                        traced = self.trace(trial)
+                    except OutOfBudgetError:
+                        continue
                     if isinstance(traced, str):
                         done[trial] = traced
-                    elif traced is not None:
-                        self._wait_for_a_slot(running.values())
-                        running[trial] = pool.submit(self._compile, trial, traced)
-                        del self._traced[trial]  # a large program, which is not compiled twice
+                        continue
+                    self._wait_for_a_slot(running.values())
+                    running[trial] = pool.submit(self._compile, trial, traced)
+                    del self._traced[trial]  # a large program, which is not compiled twice
                 wait(running.values())
             except BaseException:
                 self._interrupted = True  # ends the compilations, for which the pool waits
@@ -123,11 +124,6 @@ class Trials:
             with contextlib.suppress(OutOfBudgetError):
                 done[trial] = future.result()
         return done
-
-    def _traced_or_none(self, trial: Trial) -> Traced | str | None:
-        with contextlib.suppress(OutOfBudgetError):
-            return self.trace(trial)
-        return None
 
     def _wait_for_a_slot(self, running: Iterable[Future[Any]]) -> None:
         """Let at most one traced program wait, as it takes memory."""
@@ -167,21 +163,13 @@ class Trials:
 
 def jobs_that_fit(max_host_mem: int) -> int:
     """Return how many compilations of so many bytes this machine can do at once, at least 1."""
-    by_memory = _available_bytes() // max_host_mem
+    by_memory = available_memory() // max_host_mem
     return max(1, min(by_memory, (os.cpu_count() or 1) // CPUS))
 
 
 def samples_per_second(way: Way, batch: int, seconds: float, num_ranks: int) -> float:
     """Return samples per second of all ranks."""
     return batch * data_ranks(way.recipe, num_ranks) / seconds if seconds else 0.0
-
-
-def _available_bytes() -> int:
-    for line in _MEMORY_INFO.read_text().splitlines():
-        name, _, size = line.partition(":")
-        if name == "MemAvailable":
-            return int(size.split()[0]) * 1024
-    return 0
 
 
 def _name(trial: Trial) -> str:

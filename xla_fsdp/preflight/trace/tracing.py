@@ -48,7 +48,7 @@ from xla_fsdp.xla import ops
 from xla_fsdp.xla.fake_rank import ZeroPages, fake_rank
 from xla_fsdp.xla.graph import (
     buffer_id,
-    input_buffers,
+    inputs_of,
     lowered_hlo,
     program_of,
     tensor_id,
@@ -61,15 +61,12 @@ Step = Callable[[], Any]
 LARGE = 2**20
 
 
-def trace_step(
-    build_step: Callable[[], Step], coords: Sequence[Sequence[int]], *, rank: int = 0
-) -> Traced:
-    """Trace one rank's step in the steady state.
+def trace_step(build_step: Callable[[], Step], coords: Sequence[Sequence[int]]) -> Traced:
+    """Trace the step of rank 0 in the steady state.
 
     Args:
         build_step: builds model and optimizer, and returns a function that makes one step.
         coords: coordinates of every fake rank on the torus.
-        rank: rank whose step is traced.
 
     Raises:
         RuntimeError: if this process has started torch_xla on anything but CPU.
@@ -79,7 +76,7 @@ def trace_step(
     use_cpu_device()
     earlier = WeakSet(_live_states())
     recorder = Recorder()
-    with units_named(), fake_rank(rank, coords, recorder.cut):
+    with units_named(), fake_rank(coords, recorder.cut):
         step = fed(_built(build_step), "to be traced three times")
         recorder.cut()
         step()  # makes the optimizer's state
@@ -235,8 +232,8 @@ class Recorder:
 
     def _program(self, pending: list[Tensor], live: list[Tensor]) -> Program:
         roles = {buffer: role for _, buffer, role in self._before.values()}
-        buffers = input_buffers(pending)
-        input_of = {buffer: index for index, (buffer, _) in enumerate(buffers)}
+        found = inputs_of(pending)
+        input_of = {buffer: index for index, buffer in enumerate(found.buffers)}
         aliases = []
         for output, tensor in enumerate(pending):
             before, buffer, _ = self._before.get(id(tensor), (None, -1, DATA))
@@ -244,7 +241,7 @@ class Recorder:
                 aliases.append((input_of[buffer], output))
         inputs = tuple(
             Input(roles.get(buffer, DATA), value.numel() * value.element_size())
-            for buffer, value in buffers
+            for buffer, value in zip(found.buffers, found.values, strict=True)
         )
         named = Module(lowered_hlo(pending))
         hlo = without_metadata(program_of(pending))  # lines of source, too: the cache has it
@@ -296,14 +293,8 @@ def _operand_sizes(module: Module) -> dict[str, int]:
 
 
 def _live_tensors() -> list[Tensor]:
-    """Return all Python objects of XLA tensors; several may be of one XLA tensor."""
     held = ops.let_backward_end()
-    found: dict[int, Tensor] = {}
-    for tensor in ops.tensor_objects():
-        for each in (tensor, tensor.grad if tensor.is_leaf else None):
-            if each is not None and each.device.type == "xla" and all(each is not h for h in held):
-                found[id(each)] = each
-    return list(found.values())
+    return [each for each in ops.live_tensors() if all(each is not h for h in held)]
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:

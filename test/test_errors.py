@@ -60,6 +60,7 @@ TAKE_ALL = {
     "preflight/rehearse/run_child.py main": 1,
     "preflight/search/trials.py _compile": 1,
     "preflight/search/trials.py trace": 1,
+    "recipe/causal_lm.py why_all_scores": 1,
     "recipe/causal_lm.py why_not_streamed": 1,
     "scan/automatic.py run": 1,
 }

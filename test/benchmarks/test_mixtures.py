@@ -35,12 +35,16 @@ TEXT = """HloModule step, is_scheduled=true, num_partitions=8
   %parameter = bf16[32,8] all-gather(%part), channel_id=4, replica_groups={{0,1,2,3,4,5,6,7}}
   %ring = bf16[1,8,8] bitcast(%tokens)
   %sums = bf16[1,8,8] collective-permute(%ring), channel_id=5, source_target_pairs={{0,1},{1,0}}
-  ROOT %next = (s32[], bf16[2,4,8], bf16[2,8,16]) tuple(%at, %rows, %weight)
+  %one = s32[] constant(1)
+  %later = s32[] add(%at, %one)
+  ROOT %next = (s32[], bf16[2,4,8], bf16[2,8,16]) tuple(%later, %rows, %weight)
 }
 
 %condition (carry: (s32[], bf16[2,4,8], bf16[2,8,16])) -> pred[] {
   %carry = (s32[], bf16[2,4,8], bf16[2,8,16]) parameter(0)
-  ROOT %goes_on = pred[] constant(true)
+  %number = s32[] get-tuple-element(%carry), index=0
+  %end = s32[] constant(3)
+  ROOT %goes_on = pred[] compare(%number, %end), direction=LT
 }
 
 ENTRY %main (p: (s32[], bf16[2,4,8], bf16[2,8,16])) -> (s32[], bf16[2,4,8], bf16[2,8,16]) {
@@ -51,8 +55,7 @@ ENTRY %main (p: (s32[], bf16[2,4,8], bf16[2,8,16])) -> (s32[], bf16[2,4,8], bf16
 metadata={op_name="call.1/jit_gmm_.2"}, backend_config={"cost_estimate":{"flops":"99"}}
   %scores = bf16[8,8] custom-call(%query), custom_call_target="tpu_custom_call", \
 metadata={op_name="call.1/splash_attention.2"}, backend_config={"cost_estimate":{"flops":"77"}}
-  ROOT %loop = (s32[], bf16[2,4,8], bf16[2,8,16]) while(%p), condition=%condition, body=%body, \
-backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %loop = (s32[], bf16[2,4,8], bf16[2,8,16]) while(%p), condition=%condition, body=%body
 }
 """
 

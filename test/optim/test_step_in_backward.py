@@ -229,7 +229,7 @@ def _stepped_and_removed(model: Any, x: Tensor) -> dict[str, Any]:
     scaler, disabled = (xla_fsdp.ShardedGradScaler(enabled=on) for on in (True, False))
     handle = step_in_backward(model, optimizer)
     start = values(model)
-    model(x).square().mean().backward()
+    scaler.scale(model(x).square().mean()).backward()
     moved = values(model)
     found: dict[str, Any] = {
         "in backward": not all(torch.equal(a, b) for a, b in zip(start, moved, strict=True)),

@@ -246,8 +246,7 @@ SENT = f"""  %after = token[] after-all()
 
 
 def test_what_is_sent_between_slices_is_a_kind_of_its_own() -> None:
-    def sent(source: str) -> Collective:
-        kind = "all-reduce between slices"
+    def sent(source: str, kind: str = "all-reduce between slices") -> Collective:
         [one] = [each for each in collectives_of(Module(source)) if each.kind == kind]
         return one
 
@@ -258,6 +257,9 @@ def test_what_is_sent_between_slices_is_a_kind_of_its_own() -> None:
     assert not sent(OPTIMIZED.replace("  %init =", waiting)).overlapped
     four = SENT.replace("{1,2}x", "{1:4}x")
     assert sent(OPTIMIZED.replace("  %init =", four)).wire_bytes == SHARD * 3 // 2
+    ring = OPTIMIZED.replace("  %init =", SENT.replace("ALL_REDUCE", "ONE_TO_ONE"))
+    one = sent(ring, "collective-permute between slices")
+    assert one.wire_bytes == SHARD
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,9 @@ def _collective(
 
 def _kind(each: Instruction) -> str:
     if each.opcode == "send":
-        sent = each.find(r'_xla_megascale_transfer_type="(\w+)"')
-        return sent.lower().replace("_", "-") + _BETWEEN_SLICES if sent else ""
+        sent = each.find(r'_xla_megascale_transfer_type="(\w+)"').lower().replace("_", "-")
+        kind = "collective-permute" if sent == "one-to-one" else sent
+        return kind + _BETWEEN_SLICES if kind else ""
     name = each.opcode.removesuffix("-start")
     return name if name in KINDS else ""
 

@@ -99,7 +99,7 @@ def test_trains_as_the_plain_model(name: str) -> None:
 
 @scenarios.add
 def programs(rank: int) -> dict[str, Any]:
-    """Whether the program of a loss has a tensor of all scores; and a generation with a cache."""
+    """Whether the program of a loss has a tensor of all scores."""
     import torch_xla
 
     from xla_fsdp import Recipe, parallelize
@@ -113,8 +113,6 @@ def programs(rank: int) -> dict[str, Any]:
         text = torch_xla._XLAC._get_xla_tensors_hlo([loss])
         found[str(wanted)] = f"{LENGTH},{LENGTH}]" in text
         torch_xla.sync()
-    model.eval()
-    found["eval"] = model(ids[:, :8]).logits.shape
     return found
 
 

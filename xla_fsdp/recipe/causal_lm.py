@@ -106,7 +106,7 @@ def why_all_scores(model: Any) -> str:
         trial.set_attn_implementation({"": attention.WHERE_LONG})
         with torch.device("meta"), torch.no_grad():
             trial(input_ids=torch.zeros(1, 4, dtype=torch.long))
-    except Exception as error:  # of the model's own, too
+    except Exception as error:  # a model's own code may raise anything about such a mask
         return f"{kind} could not be tried: {type(error).__name__}: {error}"
     return ""
 

@@ -252,7 +252,7 @@ def _backward_one_by_one(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     call: ScanCall = ctx.call
     refuse_changed(ctx.versions, call.versions)
     [x], _, others, *_ = split(ctx.saved_tensors, ctx.sizes)
-    assert call.one_by_one is not None
+    assert call.one_by_one is not None  # as ``can_run_again`` says
     output = call.one_by_one(x, others).to(grad.dtype)
     inputs = [x, *others, *call.leaves]
     wanted = [each for each in inputs if each.requires_grad]

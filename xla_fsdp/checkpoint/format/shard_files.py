@@ -445,7 +445,7 @@ class TorchLayout(Layout):
         differs in more, or cannot be read."""
         try:
             self._prepare()
-            assert self._archive is not None
+            assert self._archive is not None  # which ``_prepare`` has opened
             found = self._archive.twin(path)
         except Exception:  # as for ``read_torch``, which then tells what is wrong
             return None

@@ -48,8 +48,8 @@ class CastBuffers:
     def _show(self) -> list[_Shown]:
         shown = []
         casts: dict[int, Tensor] = {}  # a buffer of two modules is one in the forward, too
-        for module in [each() for each in self._modules]:
-            for name, own in [] if module is None else list(module._buffers.items()):
+        for module in [module for each in self._modules if (module := each()) is not None]:
+            for name, own in list(module._buffers.items()):
                 # Empty ones of a unit that calls itself: it has cast them already.
                 if own is None or not own.is_floating_point() or own.dtype == self._dtype:
                     continue
@@ -57,7 +57,6 @@ class CastBuffers:
                     with torch.inference_mode(False):  # such a tensor counts no changes
                         casts[id(own)] = own.to(self._dtype)
                 cast = casts[id(own)]
-                assert module is not None
                 module._buffers[name] = cast
                 shown.append(_Shown(module, name, own, cast, cast._version))
         return shown

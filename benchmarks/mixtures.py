@@ -8,10 +8,9 @@ JAX's megablox and splash attention kernels (``jax_mixture.py``). All have one t
 with fp32 state, bf16 compute and layers that are recomputed in backward, in the steady state.
 Figures are as in ``tpu_compile``.
 
-    python benchmarks/mixtures.py --counts --topology v5p:4x4x4,v6e:8x8 --model mixtral,qwen3
 
-makes one table of what experts compute and exchange in a step, as the compiled programs have it,
-over the least that can be: what kernels state, what batched products have by their shapes, and
+The second table is of what experts compute and exchange in a step, as the compiled programs have
+it, over the least that can be: what kernels state, what batched products have by their shapes, and
 tensors that travel along the axis, times the trips of their loops.
 """
 
@@ -55,14 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     words = shlex.join(sys.argv[1:] if argv is None else argv)
     print(f"    python benchmarks/mixtures.py {words}\n")
-    if options.counts:
-        for row in _counts(options):  # each as it is found: all of them take hours
-            print(f"| {' | '.join(row)} |", flush=True)
-        return 0
     results = list(_results(options.model, find_topology(options.topology), options))
     fits = " | ".join("yes" if each.report.fits else each.report.shortage for each in results)
     lines = table(results)
     print("\n".join([*lines[:2], f"| fits | {fits} |", *lines[2:]]))
+    heads = [COUNTED, ["---"] * 3 + ["---:"] * (len(COUNTED) - 3)]
+    counts = [[options.model, options.topology, *_counted(each, options)] for each in results]
+    print("\n" + "\n".join(f"| {' | '.join(row)} |" for row in [*heads, *counts]))
     return 0
 
 
@@ -74,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--experts", type=int, default=4, help="ranks that share experts")
     parser.add_argument("--only", default="ours,expert,capacity,jax", metavar="NAME,...")
-    parser.add_argument("--counts", action="store_true", help="what experts compute and exchange")
     parser.add_argument("--max_host_mem", type=float, default=10, metavar="GIB")
     return parser
 
@@ -140,18 +137,10 @@ TRAVELS = 2 + 1 + 2
 """Of a row or its result between ranks, in the same phases."""
 
 
-def _counts(options: argparse.Namespace) -> Iterator[list[str]]:
-    yield list(COUNTED)
-    yield ["---"] * 3 + ["---:"] * (len(COUNTED) - 3)
-    for name in options.topology.split(","):
-        topology = find_topology(name)
-        for model in options.model.split(","):
-            for each in _results(model, topology, options):
-                yield [model, topology.name, each.name, *_counted(each, model, options)]
-
-
-def _counted(result: Result, model: str, options: argparse.Namespace) -> Iterator[str]:
+def _counted(result: Result, options: argparse.Namespace) -> Iterator[str]:
+    model = options.model
     sizes, module = SIZES[model], Module(result.compiled.text)
+    yield result.name
     width, pairs = sizes["width"], options.length * sizes["choices"]
     ranks = 1 if result.name in ("ours", "jax") else options.experts
     experts, layers = sizes["experts"] // ranks, options.layers or LAYERS[model]
@@ -185,7 +174,7 @@ def flops_of_experts(module: Module, experts: int) -> float:
 def _again(pairs: int, experts: int, ranks: int) -> float:
     """Return the most of what kernels compute over what they state, if experts have an even load:
     a tile in which several of them have rows is computed for each, and one without not at all."""
-    height = height_of(pairs, experts)  # of a round, of which there are as many as ranks
+    height = height_of(pairs // ranks, experts)  # of the rows that a rank's experts have in a round
     return (-(-pairs // (ranks * height)) + experts - 1) * height / pairs
 
 

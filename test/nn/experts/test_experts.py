@@ -41,10 +41,10 @@ def test_rows_of_no_expert_are_zero_whatever_they_hold() -> None:
     rows = torch.full((5, 3), torch.nan)
     rows[:2] = 1
     sizes = torch.tensor([2, 0], dtype=torch.int32)
-    product = SEGMENTS.multiply(rows, torch.ones(2, 3, 4), sizes, False, False)
+    product = SEGMENTS.multiply(rows, torch.ones(2, 3, 4), sizes, False, 4)
     assert product[:2].eq(3).all()
     assert product[2:].eq(0).all()
-    outer = SEGMENTS.outer(rows, rows, sizes)
+    outer = SEGMENTS.outer(rows, rows, sizes, 4)
     assert outer[0].eq(2).all()
     assert outer[1].eq(0).all()
 

@@ -47,13 +47,13 @@ def grouped_linear(
     if problem := _problem(rows, weight, routes, bias, transposed):
         raise ValueError(problem)
     implementation = _implementation(rows) if routes.each is None else BATCHED
-    whole, pairs = routes.kept is None, None
+    pairs = None
     if routes.joined is not None:
         if id(weight) not in routes.joined:
             routes.joined[id(weight)] = _joined(weight)
         _, weight, pairs = routes.joined[id(weight)]
     result: Tensor = _Product.apply(
-        implementation, transposed, whole, rows, weight, routes.sizes, pairs
+        implementation, transposed, routes.total, rows, weight, routes.sizes, pairs
     )
     return result if bias is None else result + routes.rows_of_experts(bias.to(result.dtype))
 
@@ -65,17 +65,17 @@ class _Product(torch.autograd.Function):
     def forward(
         implementation: Implementation,
         transposed: bool,
-        whole: bool,
+        total: int,
         rows: Tensor,
         weight: Tensor,
         sizes: Tensor,
         pairs: Pairs | None,
     ) -> Tensor:
-        return implementation.multiply(rows, weight, sizes, transposed, whole)
+        return implementation.multiply(rows, weight, sizes, transposed, total)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.implementation, ctx.transposed, ctx.whole, rows, weight, sizes, ctx.pairs = inputs
+        ctx.implementation, ctx.transposed, ctx.total, rows, weight, sizes, ctx.pairs = inputs
         ctx.save_for_backward(rows, weight, sizes)
 
     @staticmethod
@@ -85,12 +85,12 @@ class _Product(torch.autograd.Function):
         of_rows = of_weight = None
         if ctx.needs_input_grad[3]:
             of_rows = ctx.implementation.multiply(
-                grad, weight, sizes, not ctx.transposed, ctx.whole
+                grad, weight, sizes, not ctx.transposed, ctx.total
             )
         if ctx.needs_input_grad[4]:
             pair = (grad, rows) if ctx.transposed else (rows, grad)
             if ctx.pairs is None:
-                of_weight = ctx.implementation.outer(*pair, sizes)
+                of_weight = ctx.implementation.outer(*pair, sizes, ctx.total)
             else:
                 ctx.pairs[id(ctx)] = pair
         return None, None, None, of_rows, of_weight, None, None

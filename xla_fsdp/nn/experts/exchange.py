@@ -140,7 +140,7 @@ def _to_all(
     numbers = axis.all_gather(experts.to(torch.int32), 0)
     numbers = numbers - axis.local_rank_on_device.to(torch.int32) * own
     is_own = (numbers >= 0) & (numbers < own)
-    routes = Routes.kept_of(numbers, own, is_own)
+    routes = Routes.kept_of(numbers, own, is_own, total)
     all_weights = routes.weights_of_rows(mappings.gather_to_parallel(weights, axis, 0))
     all_tokens = mappings.gather_to_parallel(tokens, axis, 0)
     summands = routes.combine(compute(routes.spread(all_tokens), routes, all_weights))

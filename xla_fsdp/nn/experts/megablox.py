@@ -34,14 +34,14 @@ def implementation(*, interpret: bool = False) -> Implementation:
     """Return products by the kernels, or by an interpreter of them that runs on CPU."""
 
     def multiply(
-        rows: Tensor, weight: Tensor, sizes: Tensor, transposed: bool, whole: bool
+        rows: Tensor, weight: Tensor, sizes: Tensor, transposed: bool, total: int
     ) -> Tensor:
-        function = _Multiply(transposed, whole, interpret)
+        function = _Multiply(transposed, total, interpret)
         [result] = call_jax(function, [rows, weight, sizes], interpret=interpret)
         return result
 
-    def outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
-        [result] = call_jax(_Outer(interpret), [left, right, sizes], interpret=interpret)
+    def outer(left: Tensor, right: Tensor, sizes: Tensor, total: int) -> Tensor:
+        [result] = call_jax(_Outer(total, interpret), [left, right, sizes], interpret=interpret)
         return result
 
     return Implementation(multiply, outer)
@@ -50,7 +50,7 @@ def implementation(*, interpret: bool = False) -> Implementation:
 MEGABLOX = implementation()
 
 
-def _count(rows: Tensor, weight: Tensor, sizes: Tensor, transposed: bool, whole: bool) -> Tensor:
+def _count(rows: Tensor, weight: Tensor, sizes: Tensor, transposed: bool, total: int) -> Tensor:
     width = weight.shape[1 if transposed else 2]
     _ = torch.empty(rows.shape, device="meta") @ torch.empty(rows.shape[1], width, device="meta")
     return rows.new_zeros(len(rows), width)
@@ -58,14 +58,14 @@ def _count(rows: Tensor, weight: Tensor, sizes: Tensor, transposed: bool, whole:
 
 COUNTED = Implementation(
     _count,
-    lambda left, right, sizes: left.new_zeros(len(sizes), left.shape[1], right.shape[1]),
+    lambda left, right, sizes, total: left.new_zeros(len(sizes), left.shape[1], right.shape[1]),
 )
 """Computes zeros, with a product of the kernel's operations for those who count them."""
 
 
 def height_of(num_rows: int, num_experts: int) -> int:
     """Return the rows of a tile: the most of ``HEIGHTS`` with which at most ``MOST_TWICE`` of the
-    rows are computed again."""
+    rows of so many experts are computed again."""
     most = MOST_TWICE * num_rows
     fitting = (each for each in HEIGHTS if (num_experts - 1) * each <= most)
     return next(fitting, HEIGHTS[-1])
@@ -86,7 +86,7 @@ def width_of(size: int, most: int) -> int:
 @dataclass(frozen=True)
 class _Multiply:
     transposed: bool
-    whole: bool
+    total: int
     interpret: bool
 
     def __call__(self, rows: Any, weight: Any, sizes: Any) -> Any:
@@ -94,7 +94,7 @@ class _Multiply:
         from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
         count, inner = rows.shape
-        height = height_of(count, len(sizes))
+        height = height_of(count * len(sizes) // self.total, len(sizes))
         most = BLOCK_BYTES // rows.dtype.itemsize
         depth = width_of(inner, most // height)
         width = width_of(weight.shape[1 if self.transposed else 2], most // depth)
@@ -107,19 +107,20 @@ class _Multiply:
             transpose_rhs=self.transposed,
             interpret=self.interpret,
         )[:count]
-        if not self.whole:  # the kernel writes nothing to rows of no expert
+        if self.total > len(sizes):  # the kernel writes nothing to rows of no expert
             result = jnp.where((jnp.arange(count) < sizes.sum())[:, None], result, 0)
         return (result,)
 
 
 @dataclass(frozen=True)
 class _Outer:
+    total: int
     interpret: bool
 
     def __call__(self, left: Any, right: Any, sizes: Any) -> Any:
         from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-        height = height_of(len(left), len(sizes))
+        height = height_of(len(left) * len(sizes) // self.total, len(sizes))
         most = BLOCK_BYTES // left.dtype.itemsize
         depth = width_of(left.shape[1], min(1024, most // height))
         tiling = height, depth, width_of(right.shape[1], most // max(depth, height))

@@ -28,6 +28,7 @@ class Routes(NamedTuple):
     sizes: Tensor  # [experts] int32, rows of each expert
     kept: Tensor | None  # [tokens, choices] bool, whether a pair has an expert; None if all have
     choices: int  # experts of a token
+    total: int  # experts whose rows these may be; of those that have none here, rows are the last
     each: int | None = None  # rows of every expert, of a pair or of none; None if this varies
     # For rounds of rows with the same weights, by id: the weight, what stands for it, their pairs.
     joined: dict[int, tuple[Tensor, Tensor, Pairs]] | None = None
@@ -59,16 +60,18 @@ class Routes(NamedTuple):
         return even._replace(order=order, places=places, choices=experts.shape[1])
 
     @classmethod
-    def kept_of(cls, experts: Tensor, num_experts: int, kept: Tensor) -> Routes:
-        """Sort the pairs of ``experts`` for which ``kept``, [tokens, choices] bool, is true."""
-        return cls._sorted(torch.where(kept, experts, num_experts), num_experts, kept)
+    def kept_of(cls, experts: Tensor, num_experts: int, kept: Tensor, total: int) -> Routes:
+        """Sort the pairs of ``experts`` for which ``kept``, [tokens, choices] bool, is true: those
+        of ``num_experts`` out of ``total``."""
+        routes = cls._sorted(torch.where(kept, experts, num_experts), num_experts, kept)
+        return routes._replace(total=total)
 
     @classmethod
     def even(cls, num_experts: int, each: int, device: torch.device) -> Routes:
         """Return routes of sorted rows, of which every expert has ``each``."""
         rows = torch.arange(num_experts * each, dtype=torch.int32, device=device)
         sizes = torch.full((num_experts,), each, dtype=torch.int32, device=device)
-        return cls(rows, rows, sizes, None, 1, each)
+        return cls(rows, rows, sizes, None, 1, num_experts, each)
 
     @classmethod
     def _sorted(cls, experts: Tensor, num_experts: int, kept: Tensor | None) -> Routes:
@@ -77,7 +80,7 @@ class Routes(NamedTuple):
         places = torch.argsort(order).to(torch.int32)
         each = torch.arange(num_experts, dtype=torch.int32, device=numbers.device)
         sizes = (numbers.unsqueeze(1) == each).sum(0, dtype=torch.int32)
-        return cls(order, places, sizes, kept, experts.shape[1])
+        return cls(order, places, sizes, kept, experts.shape[1], num_experts)
 
     def spread(self, tokens: Tensor) -> Tensor:
         """Return the row of each pair, [rows, width], out of ``tokens``, [tokens, width]; zeros in

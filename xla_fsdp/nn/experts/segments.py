@@ -68,13 +68,13 @@ def _interval(numbers: Tensor, ends: Tensor) -> Tensor:
     return behind.clamp(max=len(ends) - 1)
 
 
-def _multiply(rows: Tensor, weight: Tensor, sizes: Tensor, transposed: bool, whole: bool) -> Tensor:
+def _multiply(rows: Tensor, weight: Tensor, sizes: Tensor, transposed: bool, total: int) -> Tensor:
     blocks = _Blocks.of(len(rows), sizes)
     weights = weight.index_select(0, blocks.experts)
     return blocks.join(blocks.cut(rows) @ (weights.mT if transposed else weights))
 
 
-def _outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+def _outer(left: Tensor, right: Tensor, sizes: Tensor, total: int) -> Tensor:
     blocks = _Blocks.of(len(left), sizes)
     products = blocks.cut(left).mT @ blocks.cut(right)
     wide = torch.promote_types(left.dtype, torch.float32)

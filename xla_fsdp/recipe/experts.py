@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import xla_fsdp.xla.histc  # noqa: F401
 from xla_fsdp.distributed.mesh import EXPERT, Mesh
 from xla_fsdp.nn.experts.api import grouped_linear
 from xla_fsdp.nn.experts.exchange import ExpertParallel, axis_of, exchanged

@@ -20,6 +20,8 @@ import torch_xla.utils.serialization as serialization
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+import xla_fsdp.xla.lowerings  # noqa: F401
+
 Groups = list[list[int]] | None
 """Replica groups of a collective: lists of ranks, or None for one group of all ranks."""
 

@@ -82,7 +82,9 @@ def attention(
     output = checkpoint_name(output, ATTENTION)
     if len(ids) < 2:  # every query sees itself
         return output
-    return torch.where(logsumexp.unsqueeze(-1) > SEES_NO_KEY, output, 0)
+    # Of the layout in which heads are joined: so the compiler does it in the product that follows.
+    sees_one = (logsumexp[:, 0] > SEES_NO_KEY)[..., None, None]  # all heads see the same
+    return torch.where(sees_one, output.transpose(1, 2), 0).transpose(1, 2)
 
 
 class _Attention(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -119,33 +119,47 @@ def test_experts_that_transformers_has_cut_are_refused() -> None:
         plain(tokens(0, 0))
 
 
-def train_and_refuse(rank: int) -> tuple[Trained, str, bool]:
-    """What the quick one trained, how five experts on two ranks are refused, and whether the model
-    is as it was then."""
-    from xla_fsdp import init_mesh, parallelize
+class Quick(NamedTuple):
+    trained: Trained
+    refusal: str  # of five experts on two ranks
+    is_unchanged: bool  # the model that was refused
+    is_first: bool  # whether all values are those of the first rank, of models that differ
+
+
+def train_and_refuse(rank: int) -> Quick:
+    from xla_fsdp import full_state_dict, init_mesh, parallelize
 
     trained = train(rank, QUICK)
     plain = language_model("Mixtral", False, num_local_experts=5)
     before = f"{plain} {plain.config}"
     mesh = init_mesh((1, 2), ("shard", "expert"))
     said = message(lambda: parallelize(plain, mesh=mesh))
-    return trained, said, f"{plain} {plain.config}" == before
+    first, other = (make(partial(mixture, "mixtral"), seed) for seed in (3, 3 + rank))
+    synced, _, _ = parallelize(other, None, "plain", mesh=mesh, sync_module_states=True)
+    state = {name: each.cpu() for name, each in full_state_dict(synced).items()}
+    is_unchanged = f"{plain} {plain.config}" == before
+    return Quick(trained, said, is_unchanged, same(state, first.state_dict()))
 
 
 @cached_outcome
-def quick() -> list[tuple[Trained, str, bool]]:
+def quick() -> list[Quick]:
     return run_on_ranks(train_and_refuse, 2)
 
 
 def test_the_leanest_program_trains_as_with_eager_experts() -> None:
-    check(QUICK, [each[0] for each in quick()])
+    check(QUICK, [each.trained for each in quick()])
 
 
 def test_experts_that_ranks_cannot_share_are_refused_before_anything_changes() -> None:
-    _, said, is_unchanged = quick()[0]
-    assert "the 2 ranks of axis 'expert' cannot share experts equally: " in said
-    assert ".experts has 5" in said
-    assert is_unchanged
+    found = quick()[0]
+    assert "the 2 ranks of axis 'expert' cannot share experts equally: " in found.refusal
+    assert ".experts has 5" in found.refusal
+    assert found.is_unchanged
+
+
+def test_the_first_rank_has_the_values_of_all_experts() -> None:
+    """With ``sync_module_states``, where each rank has made a model of its own."""
+    assert all(each.is_first for each in quick())
 
 
 @cached_outcome

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from xla_fsdp.integrations import UntestedVersionError, require
+from xla_fsdp.nn.experts.routes import check_capacity
 from xla_fsdp.recipe import experts
 from xla_fsdp.recipe.experts import NAME
 
@@ -30,6 +31,5 @@ def register(name: str = NAME, capacity: float | None = None) -> None:
             f'transformers {found} is installed, and experts_implementation="{name}" needs 5 (and '
             f"Python 3.11); in this one experts are modules of their own, which read the device"
         )
-    if capacity is not None and not capacity > 0:
-        raise ValueError(f"capacity is {capacity}; give a number above 0, or None for no limit")
+    check_capacity(capacity)
     experts.register(name, capacity)

@@ -665,7 +665,9 @@ def _cut_experts(model: nn.Module, plan: _Plan, options: dict[str, Any]) -> None
     mesh = _mesh_of_experts(options)
     if mesh is None:
         return
-    if experts.cut(model, mesh):
+    # A unit takes values of the first rank that has the same experts, which has cut its own.
+    source = 0 if options.get("sync_module_states") else None
+    if experts.cut(model, mesh, source):
         plan.do("experts", f"a part of them on each of {mesh.size(EXPERT)} ranks")
 
 

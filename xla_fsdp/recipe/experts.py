@@ -41,12 +41,16 @@ def choose(model: Any) -> str:
     return str(before)
 
 
-def cut(model: nn.Module, mesh: Mesh) -> bool:
+def cut(model: nn.Module, mesh: Mesh, source: int | None = None) -> bool:
     """Cut experts of transformers' models over the axis ``expert`` of a mesh; return whether there
-    are any."""
+    are any.
+
+    Args:
+        source: the rank on the axis whose values are taken; None for those of each rank.
+    """
     plan = {name: ExpertParallel() for name in whole(model)}
     if plan:
-        parallelize_module(model, mesh[EXPERT], plan, src_data_rank=None)
+        parallelize_module(model, mesh[EXPERT], plan, src_data_rank=source)
     return bool(plan)
 
 

@@ -81,3 +81,57 @@ def test_shapes_that_do_not_fit(rows: Any, weight: Any, bias: Any, message: str)
     given = None if bias is None else torch.zeros(bias)
     with pytest.raises(ValueError, match=message):
         grouped_linear(torch.zeros(rows), torch.zeros(weight), routes, given)
+
+
+def routes_of(capacity: float | None = None) -> Routes:
+    return Routes.of(torch.tensor([[0, 1], [1, 0], [0, 1]]), 2, capacity)
+
+
+@pytest.mark.parametrize("capacity", [None, 0.5])
+@pytest.mark.parametrize(
+    ("method", "shape", "message"),
+    [
+        ("spread", (2, 4), r"tokens is \[2, 4\], not \[3, 4\]"),
+        ("spread", (1, 3, 4), r"tokens is \[1, 3, 4\], not \[3, 4\]"),
+        ("weights_of_rows", (3, 1), r"weights is \[3, 1\], not \[3, 2\]"),
+        ("weights_of_rows", (2, 3), r"weights is \[2, 3\], not \[3, 2\]"),
+        ("combine", (3, 4), r"rows is \[3, 4\], not \[[46], 4\]"),
+    ],
+)
+def test_no_other_rows_are_taken_than_have_been_routed(
+    capacity: float | None, method: str, shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(routes_of(capacity), method)(torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [torch.tensor([0, 1]), torch.zeros(1, 2, 2).int(), torch.zeros(2, 2), torch.zeros(0, 2).int()],
+)
+def test_experts_that_are_not_those_of_tokens(experts: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"give \[tokens, choices\] integers of at least one"):
+        Routes.of(experts, 2)
+
+
+@pytest.mark.parametrize("capacity", [0, -1.0, float("nan")])
+def test_a_capacity_of_nothing(capacity: float) -> None:
+    with pytest.raises(ValueError, match=f"capacity is {capacity}; give a number above 0"):
+        routes_of(capacity)
+
+
+@pytest.mark.parametrize("capacity", [2.0, 1e9, float("inf")])
+def test_no_expert_has_more_rows_than_there_are_pairs(capacity: float) -> None:
+    assert routes_of(capacity).each == 6
+
+
+def test_rounds_share_a_weight_that_autocast_casts_in_each() -> None:
+    weight, joined = torch.ones(2, 4, 3, requires_grad=True), {}
+    routes = Routes.even(2, 1, torch.device("cpu"))._replace(joined=joined)
+    rows = [torch.randn(2, 3) for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        results = [grouped_linear(each, weight, routes) for each in rows]
+    torch.stack(results).sum().backward()
+    assert len(joined) == 1
+    expected = sum(rows).bfloat16().float().unsqueeze(1).expand(2, 4, 3)
+    assert torch.allclose(weight.grad, expected, atol=0.05)

@@ -43,15 +43,15 @@ def grouped_linear(
     Raises:
         ValueError: if shapes do not fit.
     """
-    rows, weight = _cast(rows, weight)
+    given, (rows, weight) = weight, _cast(rows, weight)
     if problem := _problem(rows, weight, routes, bias, transposed):
         raise ValueError(problem)
     implementation = _implementation(rows) if routes.each is None else BATCHED
     pairs = None
     if routes.joined is not None:
-        if id(weight) not in routes.joined:
-            routes.joined[id(weight)] = _joined(weight)
-        _, weight, pairs = routes.joined[id(weight)]
+        if id(given) not in routes.joined:  # its cast is another tensor in each round
+            routes.joined[id(given)] = (given, *_joined(weight))
+        _, weight, pairs = routes.joined[id(given)]
     result: Tensor = _Product.apply(
         implementation, transposed, routes.total, rows, weight, routes.sizes, pairs
     )
@@ -96,9 +96,9 @@ class _Product(torch.autograd.Function):
         return None, None, None, of_rows, of_weight, None, None
 
 
-def _joined(weight: Tensor) -> tuple[Tensor, Tensor, Pairs]:
+def _joined(weight: Tensor) -> tuple[Tensor, Pairs]:
     pairs: Pairs = {}
-    return weight, _Joined.apply(weight, pairs), pairs
+    return _Joined.apply(weight, pairs), pairs
 
 
 class _Joined(torch.autograd.Function):

@@ -38,16 +38,21 @@ class Routes(NamedTuple):
         """Sort the pairs of ``experts``, [tokens, choices] integers; equal ones stay in order.
 
         Args:
-            experts: numbers from 0.
+            experts: numbers from 0, of at least one token.
             num_experts: of which no other has rows.
             capacity: how many times its even share of the pairs an expert takes at most, first
-                choices first, then earlier tokens first. Each then has so many rows; those of no
-                pair are behind its others. None for no limit, and no such rows.
+                choices first, then earlier tokens first. Each then has so many rows, but no more
+                than there are pairs; those of no pair are behind its others. None for no limit,
+                and no such rows.
+
+        Raises:
+            ValueError: if ``experts`` has another shape or dtype, or ``capacity`` is not above 0.
         """
+        check_capacity(capacity)
         routes = cls._sorted(experts, num_experts, None)
         if capacity is None:
             return routes
-        each = math.ceil(capacity * experts.numel() / num_experts)
+        each = math.ceil(min(capacity, num_experts) * experts.numel() / num_experts)
         starts = routes.sizes.cumsum(0, dtype=torch.int32) - routes.sizes
         numbers = experts.t().reshape(-1).to(torch.int32)
         within = routes.places - starts.index_select(0, numbers)
@@ -75,6 +80,11 @@ class Routes(NamedTuple):
 
     @classmethod
     def _sorted(cls, experts: Tensor, num_experts: int, kept: Tensor | None) -> Routes:
+        if experts.dim() != 2 or not experts.numel() or experts.is_floating_point():
+            raise ValueError(
+                f"experts is {list(experts.shape)} of {experts.dtype}; give [tokens, choices] "
+                f"integers of at least one token"
+            )
         numbers = experts.t().reshape(-1).to(torch.int32)
         order = torch.argsort(numbers, stable=True).to(torch.int32)
         places = torch.argsort(order).to(torch.int32)
@@ -82,16 +92,30 @@ class Routes(NamedTuple):
         sizes = (numbers.unsqueeze(1) == each).sum(0, dtype=torch.int32)
         return cls(order, places, sizes, kept, experts.shape[1], num_experts)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.places) // self.choices
+
+    def _check(self, name: str, given: Tensor, expected: tuple[int, int]) -> None:
+        # Indices of rows wrap around, so that others would be taken without an error.
+        if given.shape != expected:
+            raise ValueError(
+                f"{name} is {list(given.shape)}, not {list(expected)}, for {len(self.order)} rows "
+                f"of {self.num_tokens} tokens with {self.choices} experts each"
+            )
+
     def spread(self, tokens: Tensor) -> Tensor:
         """Return the row of each pair, [rows, width], out of ``tokens``, [tokens, width]; zeros in
-        rows of none."""
+        rows of none. ValueError if there are not as many tokens as have been routed."""
+        self._check("tokens", tokens, (self.num_tokens, tokens.shape[-1]))
         gaps = self.each is not None
         result: Tensor = _Taken.apply(tokens, self.order, self.places, self.choices, gaps)
         return result
 
     def weights_of_rows(self, weights: Tensor) -> Tensor:
         """Return the weight of each row's pair, [rows, 1], out of those of all pairs, [tokens,
-        choices]; 0 in rows of none."""
+        choices]; 0 in rows of none. ValueError if the shape does not fit."""
+        self._check("weights", weights, (self.num_tokens, self.choices))
         if self.kept is not None:
             weights = torch.where(self.kept, weights, 0.0)
         pairs, gaps = weights.t().reshape(-1, 1), self.each is not None
@@ -99,7 +123,9 @@ class Routes(NamedTuple):
         return result
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Return the sum of each token's rows: [tokens, width] of [rows, width], in their dtype."""
+        """Return the sum of each token's rows: [tokens, width] of [rows, width], in their dtype.
+        ValueError if the shape does not fit."""
+        self._check("rows", rows, (len(self.order), rows.shape[-1]))
         gaps = self.each is not None
         result: Tensor = _Summed.apply(rows, self.places, self.order, self.choices, gaps)
         return result
@@ -111,6 +137,12 @@ class Routes(NamedTuple):
         ends = self.sizes.cumsum(0, dtype=torch.int32)
         is_of = (row >= ends - self.sizes) & (row < ends)
         return is_of.to(values.dtype) @ values
+
+
+def check_capacity(capacity: float | None) -> None:
+    """Raise ValueError if a capacity is not above 0."""
+    if capacity is not None and not capacity > 0:
+        raise ValueError(f"capacity is {capacity}; give a number above 0, or None for no limit")
 
 
 class _Taken(torch.autograd.Function):

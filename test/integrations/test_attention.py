@@ -16,7 +16,7 @@ from test.common.scenarios import message
 transformers = pytest.importorskip("transformers")
 
 from xla_fsdp.integrations import UntestedVersionError, attention  # noqa: E402
-from xla_fsdp.recipe.attention import mask  # noqa: E402
+from xla_fsdp.recipe.attention import attend, mask  # noqa: E402
 
 if transformers.__version__ < "5":
     pytest.skip("models take it by name from transformers 5 on", allow_module_level=True)
@@ -169,6 +169,26 @@ def test_refuses_what_would_be_another_result() -> None:
     with pytest.raises(ValueError, match="Generate with use_cache=False"):
         made.generate(ids, max_new_tokens=3, do_sample=False)
     made.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False)
+
+
+def test_refuses_what_other_functions_compute_with() -> None:
+    options = {**SIZES, "num_local_experts": 2, "sliding_window": 4}
+    config = transformers.GptOssConfig(**options, **TOKENS)
+    config._attn_implementation = "xla_fsdp"
+    with pytest.raises(ValueError, match="computes attention with s_aux"):
+        transformers.GptOssForCausalLM(config)(torch.ones(1, 4, dtype=torch.int64))
+    # A name that only the eager function in the model's own file has.
+    file = pytest.importorskip("transformers.models.inkling2.modeling_inkling2")
+    own = object.__new__(file.Inkling2FullAttention)
+    query, key, value, _ = tensors()
+    with pytest.raises(ValueError, match="computes attention with sinks"):
+        attend(own, query, key, value, None, sinks=torch.ones(1))
+
+
+def test_short_texts_refuse_segments() -> None:
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="segment_ids, which need 512 tokens"):
+        model("llama", "xla_fsdp_where_long")(ids, segment_ids=ids)
 
 
 def test_transformers_4_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from test.common.recipes import VOCABULARY, language_model
 from test.common.scenarios import Scenarios, make, message
 from xla_fsdp.recipe.attention import LONG
+from xla_fsdp.recipe.causal_lm import why_all_scores
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ < "5", reason="attention goes by name from transformers 5 on"
@@ -24,14 +25,14 @@ STEPS = 2
 llama = partial(language_model, "Llama", False, max_position_embeddings=LENGTH)
 
 
-def tokens(rank: int) -> Tensor:
+def tokens(rank: int, length: int = LENGTH) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
-    return torch.randint(1, VOCABULARY, (2, LENGTH), generator=generator)
+    return torch.randint(1, VOCABULARY, (2, length), generator=generator)
 
 
-def with_mask(starts: int, ends: int, rank: int) -> dict[str, Tensor]:
+def with_mask(starts: int, ends: int, rank: int, length: int = LENGTH) -> dict[str, Tensor]:
     """Padding before ``starts`` and from ``ends`` on; it counts in the loss, as any token."""
-    places = torch.arange(LENGTH)
+    places = torch.arange(length)
     seen = ((places >= starts) & (places < ends)).long()
     return {"attention_mask": torch.stack([seen, torch.ones_like(seen)])}
 
@@ -55,46 +56,123 @@ INPUTS: dict[str, Any] = {
 }
 
 
-def train(model: Any, optimizer: Any, batches: Any, device: Any) -> list[float]:
+def train(model: Any, optimizer: Any, inputs: dict[str, Tensor]) -> Tensor:
+    loss = model(**inputs, labels=inputs["input_ids"]).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+class Found(NamedTuple):
+    losses: list[float]
+    updates: dict[str, Tensor]  # of SGD with a rate of 1: minus the sum of gradients
+    attention: bool
+    scan: Any
+    replays: int
+
+
+def train_on_rank(build: Any, batches: list[dict[str, Tensor]], *, replay: bool = False) -> Found:
+    """Train by ``parallelize``."""
+    import torch_xla
+
+    from xla_fsdp import full_state_dict, parallelize
+
+    model = make(build)
+    start = {name: each.clone() for name, each in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, recipe = parallelize(model, optimizer)
+    step: Any = partial(train, model, optimizer)
+    if replay:
+        step = compiled = recipe.compile(lambda inputs: train(model, optimizer, inputs))
+    device = torch_xla.device()
+    losses = [step({name: each.to(device) for name, each in one.items()}) for one in batches]
+    end = full_state_dict(model)
+    updates = {name: end[name].cpu() - each for name, each in start.items()}
+    replays = compiled.replays if replay else 0
+    return Found([each.item() for each in losses], updates, recipe.attention, recipe.scan, replays)
+
+
+def assert_like_plain(build: Any, own: list[Found], batches: list[list[dict[str, Tensor]]]) -> None:
+    """Compare with the plain model on the batches of all ranks."""
+    model = make(build).train()
+    model.config.use_cache = False
+    start = {name: each.clone() for name, each in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     losses = []
-    for inputs in batches:
-        given = {name: each.to(device) for name, each in inputs.items()}
-        loss = model(**given, labels=given["input_ids"]).loss
-        losses.append(loss)
-        loss.backward()
+    for of_ranks in zip(*batches, strict=True):
+        parts = [model(**one, labels=one["input_ids"]).loss / len(batches) for one in of_ranks]
+        losses.append(sum(parts))
+        losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [each.item() for each in losses]
+    means = [sum(each) / len(own) for each in zip(*(one.losses for one in own), strict=True)]
+    assert means == pytest.approx([each.item() for each in losses], rel=1e-5)
+    for name, end in model.state_dict().items():
+        expected = end - start[name]
+        most = expected.abs().max().item()
+        assert most > 0, name
+        torch.testing.assert_close(own[0].updates[name], expected, rtol=0, atol=2e-4 * most)
+
+
+def batches_of(name: str, rank: int) -> list[dict[str, Tensor]]:
+    return [{"input_ids": tokens(rank), **INPUTS[name](rank)}] * STEPS
 
 
 @scenarios.add
-def trained(rank: int) -> dict[str, Any]:
-    import torch_xla
-
-    from xla_fsdp import parallelize
-
-    found: dict[str, Any] = {}
-    for name, inputs in INPUTS.items():
-        model = make(llama)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, recipe = parallelize(model, optimizer)
-        batches = [{"input_ids": tokens(rank), **inputs(rank)}] * STEPS
-        found[name] = train(model, optimizer, batches, torch_xla.device()), recipe.attention
-    return found
+def trained(rank: int) -> dict[str, Found]:
+    return {name: train_on_rank(llama, batches_of(name, rank)) for name in INPUTS}
 
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_trains_as_the_plain_model(name: str) -> None:
     own = [scenarios.result("trained", rank)[name] for rank in range(2)]
-    model = make(llama).train()
-    model.config.use_cache = False
-    inputs = [{"input_ids": tokens(rank), **INPUTS[name](rank)} for rank in range(2)]
-    both = {key: torch.cat([each[key] for each in inputs]) for key in inputs[0]}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = train(model, optimizer, [both] * STEPS, "cpu")
-    assert [chosen for _, chosen in own] == [True, True]
-    means = [sum(each) / 2 for each in zip(*(losses for losses, _ in own), strict=True)]
-    assert means == pytest.approx(expected, rel=1e-5)
+    assert_like_plain(llama, own, [batches_of(name, rank) for rank in range(2)])
+    assert [each.attention for each in own] == [True, True]
+
+
+def of_two_lengths(rank: int) -> list[dict[str, Tensor]]:
+    """Long and short texts by turns, each padded in another way."""
+    found = []
+    for at in range(8):
+        length = (LENGTH, 64)[at % 2]
+        padding = (at * 5, length - at * 3) if at % 4 < 2 else (0, length - 7 * at - rank)
+        mask = with_mask(*padding, rank, length)
+        found.append({"input_ids": tokens(rank + 2 * at, length), **mask})
+    return found
+
+
+@scenarios.add
+def replayed(rank: int) -> Found:
+    return train_on_rank(llama, of_two_lengths(rank), replay=True)
+
+
+def test_replays_with_masks_that_vary() -> None:
+    own = [scenarios.result("replayed", rank) for rank in range(2)]
+    assert_like_plain(llama, own, [of_two_lengths(rank) for rank in range(2)])
+    assert [each.replays for each in own] == [4, 4]  # of eight steps, each length is traced twice
+
+
+# Attention of layer n is divided by n.
+scaled = partial(
+    language_model,
+    "GPT2LMHead",
+    False,
+    n_positions=LENGTH,
+    scale_attn_by_inverse_layer_idx=True,
+)
+
+
+@scenarios.add
+def of_other_scales(rank: int) -> Found:
+    return train_on_rank(scaled, batches_of("padded right", rank))
+
+
+def test_layers_with_other_scales_run_as_one_loop() -> None:
+    own = [scenarios.result("of_other_scales", rank) for rank in range(2)]
+    assert_like_plain(scaled, own, [batches_of("padded right", rank) for rank in range(2)])
+    assert own[0].attention
+    assert own[0].scan
 
 
 @scenarios.add
@@ -144,6 +222,17 @@ def reports(rank: int) -> dict[str, Any]:
         "t5": report(make(partial(language_model, "T5", True))),
         "forced": message(lambda: report(make(eager), Recipe(attention=True))),
     }
+
+
+def test_a_function_put_in_the_place_of_sdpa_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def of_user(*args: Any, **options: Any) -> Any:
+        raise AssertionError
+
+    assert why_all_scores(make(llama)) == ""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", of_user)
+    assert "another function than its own" in why_all_scores(make(llama))
 
 
 def bloom() -> Any:

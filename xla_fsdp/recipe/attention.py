@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,6 +34,16 @@ def register() -> None:
     AttentionMaskInterface.register(WHERE_LONG, mask_where_long)
 
 
+def is_sdpa_replaced() -> bool:
+    """Return whether "sdpa" is what the user, or another package, has put in its place."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    found = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    return found != (sdpa_attention_forward, sdpa_mask)
+
+
 def attend_where_long(
     module: nn.Module,
     query: Tensor,
@@ -43,7 +55,13 @@ def attend_where_long(
     """Compute attention as the mask says, which is of ``mask_where_long`` or of another maker."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    chosen: Any = attend if isinstance(attention_mask, Seen) else sdpa_attention_forward
+    is_known = isinstance(attention_mask, Seen)
+    if options.get("segment_ids") is not None and not is_known:  # "sdpa" would ignore them
+        raise ValueError(
+            f"{type(module).__name__} is given segment_ids, which need {LONG} tokens, no cache and "
+            f"no other mask; give position_ids that start from 0 in each text"
+        )
+    chosen: Any = attend if is_known else sdpa_attention_forward
     result: tuple[Tensor, None] = chosen(module, query, key, value, attention_mask, **options)
     return result
 
@@ -85,7 +103,8 @@ def attend(
         ValueError: if the model asks for what ``attention`` cannot do.
     """
     name = type(module).__name__
-    _refuse(name, dropout, attention_mask, {key: others.get(key) for key in _UNKNOWN})
+    unknown = [key for key in _unknown(type(module).__module__) if others.get(key) is not None]
+    _refuse(name, dropout, attention_mask, unknown)
     if isinstance(attention_mask, Seen):
         seen = attention_mask
     else:  # of models that ask for no mask
@@ -115,24 +134,35 @@ def attend(
     return output.transpose(1, 2).contiguous(), None
 
 
-# What some models hand to transformers' functions, and changes the result.
-_UNKNOWN = ("position_bias", "s_aux", "cache", "head_mask")
+@functools.cache
+def _unknown(module: str) -> frozenset[str]:
+    """Return what the functions that a model of this Python module may call compute with, by
+    another name or none, and ``attend`` does not."""
+    from transformers import AttentionInterface
+
+    registered = AttentionInterface().values()
+    others = [each for each in registered if each.__module__.startswith("transformers.")]
+    others.append(getattr(sys.modules.get(module), "eager_attention_forward", attend))
+    taken = {name for each in others for name in inspect.signature(each).parameters}
+    return frozenset(taken - inspect.signature(attend).parameters.keys() - {"kwargs"})
+
+
+_INSTEAD = 'load the model with "sdpa", or give parallelize a Recipe(attention=False)'
 
 
 def _refuse(
-    name: str, dropout: float, attention_mask: Seen | Tensor | None, others: dict[str, Any]
+    name: str, dropout: float, attention_mask: Seen | Tensor | None, unknown: list[str]
 ) -> None:
-    unknown = [key for key, value in others.items() if value is not None]
     if unknown:
         raise ValueError(
-            f"{name} computes attention with {', '.join(unknown)}, which attn_implementation="
-            f'"{NAME}" does not know; load this model with "sdpa" or "eager"'
+            f"{name} computes attention with {', '.join(sorted(unknown))}, which attention without "
+            f"all scores does not know; {_INSTEAD}"
         )
     if dropout:
         raise ValueError(
-            f"{name} drops attention weights (p = {dropout}), which attn_implementation="
-            f'"{NAME}" does not do; set the dropout of attention to 0 in the config '
-            f"(attention_dropout, or attention_probs_dropout_prob)"
+            f"{name} drops attention weights (p = {dropout}), which attention without all scores "
+            f"does not do; set the dropout of attention to 0 in the config (attention_dropout, or "
+            f"attention_probs_dropout_prob), {_INSTEAD}"
         )
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
         raise ValueError(

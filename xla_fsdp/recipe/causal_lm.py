@@ -99,6 +99,8 @@ def why_all_scores(model: Any) -> str:
         return f'it has attn_implementation="{before}", not "sdpa"'
     if not model._can_set_attn_implementation():
         return f"{kind} does not take attention by name"
+    if attention.is_sdpa_replaced():
+        return 'the attention that transformers calls "sdpa" is another function than its own'
     try:
         attention.register()
         trial = _without_values_and_hooks(model)

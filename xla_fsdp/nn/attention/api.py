@@ -71,8 +71,12 @@ def attention(
         length = key.shape[2]
         places = context.positions(length) if context else torch.arange(length, device=key.device)
         segments = _as_pair(_segments(boundaries, places, key.shape[0]))
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = Options(is_causal, scale, soft_cap, window)
+    default = query.shape[-1] ** -0.5
+    if scale not in (None, default):
+        # Outside of the autograd function: blocks of one loop may differ in numbers of their
+        # forward, such as this one, and not in those of a backward that is written by hand.
+        query, default = query * float(scale), 1.0
+    options = Options(is_causal, default, soft_cap, window)
     chosen = _implementation(query, value)
     if context is not None:
         chosen = over_context(context, chosen, options, query, key)

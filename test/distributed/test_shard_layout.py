@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, shard_multiple
+from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, rows_layout, shard_multiple
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 layouts = st.builds(ShardLayout, shapes, st.integers(1, 9), st.sampled_from([1, 2, 3, LANES]))
@@ -101,7 +101,9 @@ def test_a_rank_outside_is_refused(rank: int) -> None:
     [
         ((50257, 1024), 16, 8 * 1024),  # 3141.06 rows a rank, rounded up to 3144
         ((50304, 1024), 16, LANES),  # 3144 rows a rank as it is
-        ((50257, 1000), 16, LANES),  # rows are no whole lanes
+        ((50257, 1000), 16, 8 * 1000),
+        ((50257, 300), 16, LANES),  # rows are no whole lanes, nor nearly
+        ((2048, 64, 3, 3), 16, LANES),
         ((50257,), 16, LANES),
         ((), 16, LANES),
         ((100, 1024), 16, LANES),  # 8 rows for 6.25 would be over an eighth more
@@ -114,3 +116,26 @@ def test_shards_of_large_matrices_end_with_a_row(
     shape: tuple[int, ...], num_shards: int, multiple: int
 ) -> None:
     assert shard_multiple(shape, num_shards) == multiple
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_shards", "dim", "rows"),
+    [
+        ((3413, 1280), 8, 0, 432),  # 426.6 rows a rank
+        ((3456, 1280), 8, 0, 432),
+        ((1280, 3413), 8, 0, 160),
+        ((1284, 3413), 8, 0, 168),
+        ((1284, 3413), 8, 1, 427),  # along another dim they are copied anyway
+        ((1284, 300), 8, 0, 161),
+        ((100, 1024), 16, 0, 7),  # 8 rows would be over an eighth more
+        ((60, 128), 8, 0, 8),  # too small to travel by itself
+        ((3413, 64, 64), 8, 0, 427),
+        ((3413,), 8, 0, 427),
+    ],
+)
+def test_rows_of_large_matrices_are_whole_tiles(
+    shape: tuple[int, ...], num_shards: int, dim: int, rows: int
+) -> None:
+    layout = rows_layout(shape, num_shards, dim)
+    assert layout.shard_numel == rows * math.prod(shape) // shape[dim]
+    assert layout.padded_numel <= 1.15 * layout.numel

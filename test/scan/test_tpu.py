@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -109,3 +110,35 @@ def test_of_a_program_that_is_refused_all_the_same_is_known() -> None:
     assert 0 < refused["memory"]["too_large_by"] <= 20 * MIB
     assert refused["wire_bytes"] == pytest.approx(fits["wire_bytes"], rel=0.1)
     assert refused["memory"]["code"] == 0 < fits["memory"]["code"]
+
+
+ODD = 3413, 50257  # ffn and vocabulary that nothing divides
+TILED = 3456, 50688  # the next ones of which 8 ranks have whole tiles
+
+
+def llama(ffn: int, vocabulary: int, width: int) -> dict[str, Any]:
+    sizes = {"width": width, "heads": width // 64, "kv_heads": 1, "blocks": 4}
+    options = {**sizes, "ffn": ffn, "vocabulary": vocabulary, "lean": "on"}
+    given = (word for name, value in options.items() for word in ("--set", f"{name}={value}"))
+    [found] = reports("examples.llm.llama:step", "--topology", "v5e:2x4", *given)
+    return found
+
+
+def random_sizes(seed: int) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """Sizes that nothing divides, those of whole tiles, and a width of some lanes and a half."""
+    pick = random.Random(seed)
+    odd = pick.randrange(2049, 4096, 2), pick.randrange(30_001, 60_000, 2)
+    return odd, (-(-odd[0] // 128) * 128, -(-odd[1] // 512) * 512), 64 * pick.randrange(15, 22, 2)
+
+
+@pytest.mark.parametrize(
+    ("odd", "tiled", "width"), [(ODD, TILED, 1280), random_sizes(0), random_sizes(1)]
+)
+def test_sizes_that_nothing_divides_cost_what_whole_tiles_would(
+    odd: tuple[int, int], tiled: tuple[int, int], width: int
+) -> None:
+    found, expected = llama(*odd, width), llama(*tiled, width)
+    assert found["memory"]["code"] <= 30 * MIB
+    assert found["step_time"]["compute"] <= 1.1 * expected["step_time"]["compute"]
+    assert found["peak_bytes"] <= 1.02 * expected["peak_bytes"]
+    assert found["memory"]["parameters"] <= 1.02 * expected["memory"]["parameters"]

@@ -23,7 +23,7 @@ LARGE = 2 * ROWS * LANES
 
 
 MOST_PADDING = 1 / 8
-"""Share by which padding to whole rows may enlarge a parameter."""
+"""Share by which padding to whole rows, or rows to whole lanes, may enlarge a parameter."""
 
 
 def shard_multiple(shape: Sequence[int], num_shards: int) -> int:
@@ -42,7 +42,7 @@ def shard_multiple(shape: Sequence[int], num_shards: int) -> int:
     numel = math.prod(shape)
     vector = ShardLayout((numel,), num_shards)
     for width in row_numels(shape):
-        if not width or width % LANES:
+        if not fills_lanes(shape, width):
             return LANES
         rows = ShardLayout((numel,), num_shards, width * ROWS)
         if vector.shard_numel % (width * ROWS) == 0 or rows.shard_numel < LARGE:
@@ -50,6 +50,12 @@ def shard_multiple(shape: Sequence[int], num_shards: int) -> int:
         if _pads_little(rows):
             return width * ROWS
     return LANES
+
+
+def fills_lanes(shape: Sequence[int], width: int) -> bool:
+    """Return whether rows of ``width`` elements are whole lanes; those of a matrix may nearly be,
+    as it lies in memory with padded rows anyway."""
+    return width > 0 and -width % LANES <= (width * MOST_PADDING if len(shape) == 2 else 0)
 
 
 def row_numels(shape: Sequence[int]) -> list[int]:
@@ -121,6 +127,19 @@ class ShardLayout:
             raise ValueError(f"rank {rank} is not one of the {self.num_shards} shards")
         start = min(rank * self.shard_numel, self.numel)
         return slice(start, min(start + self.shard_numel, self.numel))
+
+
+def rows_layout(shape: Sequence[int], num_shards: int, dim: int = 0) -> ShardLayout:
+    """Return the layout of whole rows: of slices of ``dim`` of a tensor of that shape.
+
+    Shards of a large matrix along dim 0 have a multiple of ``ROWS`` of them, unless that makes it
+    more than ``MOST_PADDING`` larger.
+    """
+    size, row = (math.prod(shape),), math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+    tiles = ShardLayout(size, num_shards, max(1, row) * ROWS)
+    is_matrix = dim == 0 and len(shape) == 2 and fills_lanes(shape, row)
+    is_large = is_matrix and tiles.shard_numel >= LARGE
+    return tiles if is_large and _pads_little(tiles) else ShardLayout(size, num_shards, max(1, row))
 
 
 def join_name(prefix: str, name: str) -> str:

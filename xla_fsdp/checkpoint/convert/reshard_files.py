@@ -55,7 +55,7 @@ from xla_fsdp.checkpoint.format.shard_files import (
     verifying_shards,
 )
 from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, job_token
-from xla_fsdp.distributed.shard_layout import LANES, shard_multiple
+from xla_fsdp.distributed.shard_layout import LANES, rows_layout, shard_multiple
 
 
 def plan_reshard(
@@ -162,8 +162,9 @@ def _in_rows(record: ParamRecord | None, shard: TensorSource, ranks: int) -> Ten
     """Return a shard, which is a vector, in the shape of its record; other tensors as they are."""
     if record is None or not record.by_rows:
         return shard
-    count = record.layout(ranks).shard_numel // record.multiple
-    return replace(shard, spec=replace(shard.spec, shape=(count, *record.members[0].shape[1:])))
+    row_shape = record.members[0].shape[1:]
+    count = record.layout(ranks).shard_numel // max(1, math.prod(row_shape))
+    return replace(shard, spec=replace(shard.spec, shape=(count, *row_shape)))
 
 
 def _header_metadata(
@@ -205,9 +206,12 @@ def _without_tensor_parallelism(record: ParamRecord) -> ParamRecord:
 
 def _for_ranks(record: ParamRecord, world_size: int) -> ParamRecord:
     """Return the record that a model on ``world_size`` ranks has."""
-    if record.by_rows or [member.name for member in record.members] != [record.key]:
+    shape = record.members[0].shape
+    if record.by_rows:
+        return replace(record, multiple=rows_layout(shape, world_size).multiple)
+    if [member.name for member in record.members] != [record.key]:
         return record
-    return replace(record, multiple=shard_multiple(record.members[0].shape, world_size))
+    return replace(record, multiple=shard_multiple(shape, world_size))
 
 
 def _records(plan: MergePlan) -> Iterator[ParamRecord]:

@@ -10,6 +10,7 @@ format, or contradicts its state dict, raises ``CheckpointError``.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -128,7 +129,8 @@ def _own_entry(record: ParamRecord, world_size: int, parts: int) -> ShardedEntry
     if not record.by_rows:
         return ShardedEntry(record.members, record.layout(world_size, parts), (), dtype, parts)
     size, *row_shape = record.members[0].local_shape(parts)
-    rows = ShardLayout((size,), world_size // parts, multiple=1)
+    multiple = record.multiple // max(1, math.prod(row_shape))
+    rows = ShardLayout((size,), world_size // parts, multiple)
     return ShardedEntry(record.members, rows, tuple(row_shape), dtype, parts)
 
 

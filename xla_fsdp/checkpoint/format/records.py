@@ -271,12 +271,9 @@ class ParamRecord:
 
     def _check_rows(self) -> None:
         member = self.members[0]
-        row = max(1, math.prod(member.shape[1:]))
-        is_row = self.multiple == row or (member.tensor_dim and row % self.multiple == 0)
-        if len(self.members) > 1 or not member.shape or not is_row:
+        if len(self.members) > 1 or not member.shape:
             raise CheckpointError(
-                f"{self.key}: is sharded by rows, so it must have one member of at least one dim, "
-                f"and a row's number of elements as its multiple"
+                f"{self.key}: is sharded by rows, so it must have one member of at least one dim"
             )
 
 
@@ -444,7 +441,7 @@ def _check_parts(metadata: ShardMetadata) -> None:
                     f"into {parts} equal parts"
                 )
         row = math.prod(record.members[0].local_shape(parts)[1:])
-        if record.by_rows and record.multiple != max(1, row):
+        if record.by_rows and record.multiple % max(1, row):
             raise CheckpointError(
                 f"{record.key}: is sharded by rows of {row} elements, but its multiple is "
                 f"{record.multiple}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement, is_part_of_experts
-from xla_fsdp.distributed.shard_layout import LANES, LARGE, ROWS, ShardLayout, row_numels
+from xla_fsdp.distributed.shard_layout import LARGE, ROWS, ShardLayout, fills_lanes, row_numels
 from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.xla import ops
 
@@ -106,7 +106,7 @@ class ShardPacking:
         if self.dim or len(self.shapes) > 1:
             return slice_numel
         lengths = row_numels(self.shapes[0])
-        if not lengths or not lengths[-1] or lengths[-1] % LANES:
+        if not lengths or not fills_lanes(self.shapes[0], lengths[-1]):
             return slice_numel
         tiled = (each for each in lengths if self.layout.shard_numel % (each * ROWS) == 0)
         return next(tiled, slice_numel)
@@ -123,7 +123,8 @@ class ShardPacking:
         # minutes, and the program as much code as 20 transformer blocks.
         size = self.layout.shard_numel
         width = self.row_numel if len(self.shapes) == 1 else 0
-        if not width or width % LANES or size % (width * ROWS) or size < LARGE:
+        is_wide = fills_lanes(self.shapes[0], width)
+        if not is_wide or size % (width * ROWS) or size < LARGE:
             return (size,)
         return (size // width, width)
 

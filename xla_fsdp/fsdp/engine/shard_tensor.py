@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.pytree import map_tensors, tensors_in
-from xla_fsdp.distributed.shard_layout import LANES, ShardLayout
+from xla_fsdp.distributed.shard_layout import ShardLayout, rows_layout
 from xla_fsdp.fsdp.engine.packing import all_joined, cut_shard
 from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
 from xla_fsdp.fsdp.engine.param_guards import (
@@ -103,8 +103,10 @@ def distribute_tensor(tensor: Tensor, device_mesh: Mesh, placements: Any) -> Ten
     """
     dim, axis = placements[-1].dim, device_mesh.axis_names[-1]
     row_shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
-    width = torch.Size(row_shape).numel() if tensor.dim() else 0
-    layout = ShardLayout((tensor.numel(),), device_mesh.size(axis), width or LANES)
+    width, num_shards = torch.Size(row_shape).numel() if tensor.dim() else 0, device_mesh.size(axis)
+    layout = ShardLayout((tensor.numel(),), num_shards)
+    if width:
+        layout = rows_layout(tensor.shape, num_shards, dim)
     rank = device_mesh.local_rank(ops.rank(), axis)
     shard = make_shard([tensor], layout, rank, ops.device(), row_shape if width else (), dim)
     return shard.detach()

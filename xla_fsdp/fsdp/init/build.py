@@ -33,6 +33,7 @@ from xla_fsdp.distributed.shard_layout import (
     ShardLayout,
     has_few_rows,
     join_name,
+    rows_layout,
     shard_multiple,
 )
 from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
@@ -487,7 +488,7 @@ def _layout(
         by_rows = False
     row_shape = torch.Size([*shapes[0][:dim], *shapes[0][dim + 1 :]])
     if (by_rows or dim) and len(shapes[0]) > 0 and row_shape.numel() > 0:
-        return ShardLayout(size, num_shards, row_shape.numel()), row_shape
+        return rows_layout(shapes[0], num_shards, dim), row_shape
     multiple = LANES if flat else shard_multiple(shapes[0], num_shards)
     return ShardLayout(size, num_shards, multiple), ()
 

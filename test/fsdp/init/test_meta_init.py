@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from test.common.compare import same
 from test.common.models import FEATURES, WIDTH, Net
 from test.common.ranks import run_on_ranks
+from test.common.recipes import Transformer
 from test.common.scenarios import Scenarios, fsdp, make, message
 from xla_fsdp.wrap import always_wrap_policy
 
@@ -214,6 +215,27 @@ def from_checkpoint(rank: int) -> dict[str, bool]:
 
 def test_a_checkpoint_fills_the_model_unit_by_unit() -> None:
     assert result("from_checkpoint") == dict.fromkeys(SOURCES, True)
+
+
+@scenario
+def streamed_ends(rank: int) -> bool:
+    """Of modules that take the places of those for which the checkpoint was read."""
+    from xla_fsdp import Recipe, init_from_checkpoint, parallelize
+    from xla_fsdp.nn.chunked import LinearCrossEntropy
+
+    state = make(Transformer, seed=8).state_dict()
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(state, Path(folder, "model.safetensors"))
+        model = on_meta(Transformer)
+        init = init_from_checkpoint(model, folder)
+        model.head = LinearCrossEntropy.from_linear(model.head)
+        recipe = Recipe("lean", streamed_embedding=True)  # which raises if it is not possible
+        wrapped, _, _ = parallelize(model, None, recipe, param_init_fn=init)
+    return same(full(wrapped), state)
+
+
+def test_streamed_ends_are_filled_from_a_checkpoint() -> None:
+    assert result("streamed_ends")
 
 
 def test_what_a_checkpoint_lacks_is_said_at_once(checkpoints: Path) -> None:

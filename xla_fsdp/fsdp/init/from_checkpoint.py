@@ -66,10 +66,11 @@ def init_from_checkpoint(
     ]
     if problems:
         raise CheckpointError(problems)
+    places = {prefix: names[module] for prefix, module in model.named_modules()}
 
     @torch.no_grad()
     def initialize(module: nn.Module) -> None:
-        tensors = names.get(module)
+        tensors = names[module] if module in names else _of_place(module, model, places)
         if tensors is None:
             raise ValueError(
                 f"{type(module).__name__} was not in the model when init_from_checkpoint(model, "
@@ -115,6 +116,18 @@ def _names(model: nn.Module) -> Names:
             own = names[module][attribute]
             own += [alias for alias in aliases[id(tensor)] if alias not in own]
     return names
+
+
+def _of_place(
+    module: nn.Module, model: nn.Module, places: Mapping[str, Mapping[str, list[str]]]
+) -> Mapping[str, list[str]] | None:
+    """Return the names of a module that has taken the place of another with tensors of the same
+    names, as streamed embeddings and heads do."""
+    for prefix, each in model.named_modules():
+        found = places.get(prefix)
+        if each is module and found and found.keys() == dict(_tensors(module)).keys():
+            return found
+    return None
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -112,7 +112,9 @@ def assert_like_plain(build: Any, own: list[Found], batches: list[list[dict[str,
         expected = end - start[name]
         most = expected.abs().max().item()
         assert most > 0, name
-        torch.testing.assert_close(own[0].updates[name], expected, rtol=0, atol=2e-4 * most)
+        # Norms start from 1, of which float32 knows the last 6e-8 only.
+        allowed = 2e-4 * most + 5e-7
+        torch.testing.assert_close(own[0].updates[name], expected, rtol=0, atol=allowed)
 
 
 def batches_of(name: str, rank: int) -> list[dict[str, Tensor]]:

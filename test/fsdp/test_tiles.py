@@ -203,7 +203,7 @@ def test_shards_of_single_rows_are_loaded(way: str, ranks: int, base: Path) -> N
 @pytest.mark.parametrize("way", ["rows", "stacked", "rows of before", "stacked of before"])
 def test_files_are_merged_and_cut_for_others(way: str, base: Path) -> None:
     outcome(4, base / "4")
-    source = f"{base / '4' / way}/step-1/rank"
+    source = f"{base / '4' / way}"
     merged, _ = consolidate_sharded_model_checkpoints(source, save_model=False)
     expected = plain(4, STEPS - 1)
     assert_close(merged, expected, atol=1e-5)

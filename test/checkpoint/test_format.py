@@ -195,7 +195,14 @@ def deep(levels: int) -> list[Any]:
         ({"params": [record(dtype="float33")]}, "w: dtype 'float33' is not a torch dtype"),
         ({"params": [record(dtype="nn")]}, "w: dtype 'nn' is not a torch dtype"),
         ({"params": [record(multiple=0)]}, "w: multiple is 0, must be at least 1"),
-        ({"params": [record(by_rows=True, multiple=7)]}, "w: is sharded by rows, so it must have"),
+        (
+            {"params": [record(by_rows=True, multiple=7)]},
+            "w: is sharded by rows of 1 elements, but its multiple is 7",
+        ),
+        (
+            {"params": [{**member("w", []), "by_rows": True}]},
+            "w: is sharded by rows, so it must have",
+        ),
         ({"params": [record(by_rows=1)]}, "params.0.by_rows is int, expected bool"),
         ({"params": [record(members=[])]}, "w: has no members"),
         ({"params": [member(1, [2])]}, "params.0.members.0.name is int, expected str"),

@@ -34,7 +34,7 @@ from xla_fsdp.checkpoint.errors import (
 from xla_fsdp.checkpoint.files.checksum import digest, is_checksum
 from xla_fsdp.checkpoint.format.codec import decoded, encoded
 from xla_fsdp.distributed.placement import local_shape
-from xla_fsdp.distributed.shard_layout import ShardLayout
+from xla_fsdp.distributed.shard_layout import ROWS, ShardLayout
 
 FORMAT = "xla_fsdp"
 VERSION = 5
@@ -232,7 +232,8 @@ class ParamRecord:
     Args:
         key: its name in the state dict.
         dtype: of the shard, such as ``"float32"``.
-        multiple: the shard's length is a multiple of this, as in ``ShardLayout``.
+        multiple: the shard's length is a multiple of this, as in ``ShardLayout``; with ``by_rows``
+            a row's elements, or ``ROWS`` times as many.
         members: the original parameters flattened into it, in order; at least one.
         by_rows: whether a shard is a tensor of rows along dim 0 of its one parameter, and not a
             vector.
@@ -440,8 +441,8 @@ def _check_parts(metadata: ShardMetadata) -> None:
                     f"{member.name}: dim {member.tensor_dim} of shape {member.shape} cannot be cut "
                     f"into {parts} equal parts"
                 )
-        row = math.prod(record.members[0].local_shape(parts)[1:])
-        if record.by_rows and record.multiple % max(1, row):
+        row = max(1, math.prod(record.members[0].local_shape(parts)[1:]))
+        if record.by_rows and record.multiple not in (row, ROWS * row):
             raise CheckpointError(
                 f"{record.key}: is sharded by rows of {row} elements, but its multiple is "
                 f"{record.multiple}"

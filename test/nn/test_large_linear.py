@@ -98,7 +98,7 @@ def only_head(model: Model) -> Model:
 MODELS: dict[str, Callable[[], Model]] = {
     "plain": lambda: Model(3072),
     "odd": lambda: Model(3071, bias=True),  # padded on 2, 3 and 8 ranks
-    "flat": lambda: Model(1000),  # its shards are no whole tiles
+    "flat": lambda: Model(1000, width=100),  # its rows are no whole lanes
     "frozen": lambda: frozen(Model(3072, bias=True)),
     "only_head": lambda: only_head(Model(3071)),
     "twice": lambda: Twice(3072),

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from test.common.ranks import run_on_ranks
@@ -56,10 +57,19 @@ KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+ADAPTED = "_adapted"
+
+
 def mixture(name: str, experts: str = "eager") -> Any:
-    """A model of ``KINDS`` whose experts and routers matter to its loss."""
-    kind, changes = KINDS[name]
+    """A model of ``KINDS`` whose experts and routers matter to its loss; with ``ADAPTED`` behind
+    its name PEFT adapts its experts, and nothing else is trained."""
+    kind, changes = KINDS[name.removesuffix(ADAPTED)]
     model = language_model(kind, False, experts_implementation=experts, **changes)
+    if name.endswith(ADAPTED):
+        both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = get_peft_model(
+            model, LoraConfig(r=2, lora_alpha=1, target_modules=[], target_parameters=both)
+        )
     with torch.no_grad():
         for param in model.parameters():
             param.add_(0.2 * torch.randn(param.shape))

@@ -331,7 +331,6 @@ def test_resuming_on_another_number_of_ranks(found: dict[str, Any], root: Path) 
     assert_close(resumed, found["whole"].state, **TOLERANCE)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.skipif(peft is None, reason="peft is not installed")
 def test_adapters_load_in_a_plain_process(found: dict[str, Any], root: Path) -> None:
     lora = found["lora"]

@@ -15,6 +15,7 @@ from torch.optim import SGD
 
 from test.common.compare import assert_close, same
 from test.common.mixtures import (
+    ADAPTED,
     KINDS,
     STEPS,
     Mix,
@@ -41,10 +42,12 @@ TOLERANCE = 1e-5
 BF16 = {"compute_dtype": "bfloat16"}
 CUTS: tuple[dict[str, Any], ...] = ({}, {"mesh": {"shard": 1, "expert": 2}})
 QUICK = Mix("gpt_oss_alike")  # with transposed weights and biases
+QUICK_ADAPTED = Mix(f"mixtral{ADAPTED}", "fast")
 SLOW = (
     *(Mix(model, recipe) for model in KINDS for recipe in NAMES),
     Mix("qwen2_moe", "fast", {"remat": "none"}),
     Mix("olmoe", "fast", {"remat": ["mlp"]}),
+    *(Mix(f"gpt_oss_alike{ADAPTED}", recipe) for recipe in NAMES),
     Mix("mixtral", "lean", {"streamed_head": False, "stacked": False}),
 )
 
@@ -121,24 +124,31 @@ def test_experts_that_transformers_has_cut_are_refused() -> None:
 
 class Quick(NamedTuple):
     trained: Trained
-    refusal: str  # of five experts on two ranks
-    is_unchanged: bool  # the model that was refused
+    adapted: Trained
+    refusals: dict[str, str]  # of an axis of two ranks
+    is_unchanged: bool  # the models that were refused
     is_first: bool  # whether all values are those of the first rank, of models that differ
 
 
 def train_and_refuse(rank: int) -> Quick:
     from xla_fsdp import full_state_dict, init_mesh, parallelize
 
-    trained = train(rank, QUICK)
-    plain = language_model("Mixtral", False, num_local_experts=5)
-    before = f"{plain} {plain.config}"
+    trained, adapted = train(rank, QUICK), train(rank, QUICK_ADAPTED)
     mesh = init_mesh((1, 2), ("shard", "expert"))
-    said = message(lambda: parallelize(plain, mesh=mesh))
+    unfit = {
+        "five experts": language_model("Mixtral", False, num_local_experts=5),
+        "batched_mm": mixture("mixtral", "batched_mm"),
+        "adapted": mixture(f"mixtral{ADAPTED}"),
+    }
+    before = [f"{each} {each.config}" for each in unfit.values()]
+    refusals = {
+        name: message(partial(parallelize, each, mesh=mesh)) for name, each in unfit.items()
+    }
     first, other = (make(partial(mixture, "mixtral"), seed) for seed in (3, 3 + rank))
     synced, _, _ = parallelize(other, None, "plain", mesh=mesh, sync_module_states=True)
     state = {name: each.cpu() for name, each in full_state_dict(synced).items()}
-    is_unchanged = f"{plain} {plain.config}" == before
-    return Quick(trained, said, is_unchanged, same(state, first.state_dict()))
+    is_unchanged = [f"{each} {each.config}" for each in unfit.values()] == before
+    return Quick(trained, adapted, refusals, is_unchanged, same(state, first.state_dict()))
 
 
 @cached_outcome
@@ -150,10 +160,23 @@ def test_the_leanest_program_trains_as_with_eager_experts() -> None:
     check(QUICK, [each.trained for each in quick()])
 
 
-def test_experts_that_ranks_cannot_share_are_refused_before_anything_changes() -> None:
+def test_adapters_of_experts_train_as_with_eager_experts() -> None:
+    check(QUICK_ADAPTED, [each.adapted for each in quick()])
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("five experts", "axis 'expert' cannot share experts equally: model.layers.0.mlp.experts "),
+        ("batched_mm", "experts computes by experts_implementation='batched_mm' of transformers"),
+        ("adapted", "base_layer is adapted by PEFT's ParamWrapper, whose matrices are of all"),
+    ],
+)
+def test_experts_that_cannot_be_cut_are_refused_before_anything_changes(
+    model: str, expected: str
+) -> None:
     found = quick()[0]
-    assert "the 2 ranks of axis 'expert' cannot share experts equally: " in found.refusal
-    assert ".experts has 5" in found.refusal
+    assert expected in found.refusals[model]
     assert found.is_unchanged
 
 

@@ -158,7 +158,7 @@ def parallelize(
     lists = dict(_lists_in(model, chosen, auto_wrap_policy, ignored, plan))
     _find_unstackable(model, lists, optimizer, plan)
     if mesh := _mesh_of_experts(options):
-        experts.refuse_uneven(model, mesh)
+        experts.refuse_unfit(model, mesh)
     _choose_experts(model, plan)
     if plan.wants("attention"):
         _choose_attention(causal_lm_in(model), plan)

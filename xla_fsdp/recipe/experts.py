@@ -54,14 +54,36 @@ def cut(model: nn.Module, mesh: Mesh, source: int | None = None) -> bool:
     return bool(plan)
 
 
-def refuse_uneven(model: nn.Module, mesh: Mesh) -> None:
-    """Raise ValueError if the ranks along the axis ``expert`` cannot share experts equally."""
+def refuse_unfit(model: nn.Module, mesh: Mesh) -> None:
+    """Raise ValueError if experts cannot be cut over the axis ``expert``."""
     ranks, modules = mesh.size(EXPERT), dict(model.named_modules())
-    numbers = {name: int(modules[name].num_experts) for name in whole(model)}
+    names = whole(model)
+    numbers = {name: int(modules[name].num_experts) for name in names}
     if uneven := [f"{name} has {each}" for name, each in numbers.items() if each % ranks]:
         raise ValueError(
             f"the {ranks} ranks of axis {EXPERT!r} cannot share experts equally: "
             f"{', '.join(uneven)}; let the axis divide their number"
+        )
+    for name in names:
+        outer = type(modules[name.rpartition(".")[0]])
+        if outer.__module__.startswith("peft."):
+            raise ValueError(
+                f"{name} is adapted by PEFT's {outer.__name__}, whose matrices are of all experts, "
+                f"and axis {EXPERT!r} leaves each rank some of them; leave the axis out"
+            )
+        _refuse_other_function(name, modules[name])
+
+
+def _refuse_other_function(name: str, experts: Any) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    chosen = experts.config._experts_implementation
+    function = ALL_EXPERTS_FUNCTIONS.get(chosen)
+    if chosen not in READING and getattr(function, "__module__", "").startswith("transformers."):
+        raise ValueError(
+            f"{name} computes by experts_implementation={chosen!r} of transformers, which sends no "
+            f"tokens along axis {EXPERT!r}; leave the choice to parallelize, or give {NAME!r} or "
+            f"a name that xla_fsdp.integrations.experts.register has made"
         )
 
 

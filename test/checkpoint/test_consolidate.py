@@ -119,12 +119,11 @@ def test_a_prefix_with_brackets_is_taken_literally(tmp_path: Path) -> None:
     assert path == str(directory / "mnist_consolidated.pth")
 
 
-def test_files_in_torchs_old_format_are_read(tmp_path: Path) -> None:
-    model = every_kind()
-    for path in model.save(tmp_path, 2):
+def test_files_in_torchs_old_format_are_refused(tmp_path: Path) -> None:
+    for path in every_kind().save(tmp_path, 2):
         torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
-    merged, _ = consolidate_sharded_model_checkpoints(str(tmp_path / "mnist"))
-    assert bits(merged) == bits(model.expected())
+    with pytest.raises(CheckpointError, match=r"before 1\.6, .* save it anew by torch\.save"):
+        consolidate_sharded_model_checkpoints(str(tmp_path / "mnist"))
 
 
 def test_files_never_execute_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,10 +234,10 @@ def with_pickle(data: bytes) -> bytes:
     return archive({"data.pkl": data, "byteorder": b"little", "data/0": bytes(64)})
 
 
-def saved(content: Any, zipped: bool = True) -> bytes:
+def saved(content: Any) -> bytes:
     """The bytes of ``torch.save``."""
     made = io.BytesIO()
-    torch.save(content, made, _use_new_zipfile_serialization=zipped)
+    torch.save(content, made)
     return made.getvalue()
 
 
@@ -293,16 +293,16 @@ def use_shard(path: Path) -> None:
     values_of(shard)
 
 
-def torch_files(zipped: bool) -> Format:
+def torch_files() -> Format:
     sound = small_model().shard(0, 1)
-    base = saved(sound, zipped)
-    data = saved({"model": {"w": torch.ones(3)}, "shard_metadata": 1}, zipped)
+    base = saved(sound)
+    data = saved({"model": {"w": torch.ones(3)}, "shard_metadata": 1})
 
     def put(path: Path, content: bytes) -> None:
         (path / "f.pth").write_bytes(content)
 
     def write(path: Path, chance: random.Random) -> None:
-        how = chance.randrange(4 if zipped else 2)
+        how = chance.randrange(4)
         if how == 0:
             put(path, changed_bytes(chance.choice([base, data]), chance))
         elif how == 1:
@@ -312,31 +312,26 @@ def torch_files(zipped: bool) -> Format:
             with suppress(Exception):  # what cannot be pickled is no input
                 content["model"] = {**sound["model"], **content.get("model", {})}
                 content.setdefault("optimizer", sound["optimizer"])
-                put(path, saved(content, zipped))
+                put(path, saved(content))
         else:
             put(path, with_pickle(made_up(chance)))
 
     def of(content: Any) -> Callable[[Path], None]:
-        return lambda path: put(path, saved({**sound, **content}, zipped))
+        return lambda path: put(path, saved({**sound, **content}))
 
     attacks = [
         of({"model": {"w": shared(("a",), 60)}}),
         of({"shard_metadata": shared([1], 60, list)}),
         of({"shard_metadata": {**sound["shard_metadata"], "ties": shared([{}], 40, list)}}),
         of({"shard_metadata": {**sound["shard_metadata"], "world_size": 10**11}}),
-        of({"other": nested(50_000)} if not zipped else {"other": nested(400)}),
+        of({"other": nested(400)}),
+        lambda path: put(path, with_pickle(BIG_BYTEARRAY)),
+        lambda path: put(path, with_pickle(BIG_BYTES)),
+        lambda path: put(path, with_pickle(MANY_DUPLICATES)),
+        lambda path: put(path, with_pickle(DEEP_KEY)),
+        lambda path: put(path, with_pickle(DEEP_MEMBER)),
+        lambda path: put(path, overlapping_records()),
     ]
-    if zipped:
-        attacks += [
-            lambda path: put(path, with_pickle(BIG_BYTEARRAY)),
-            lambda path: put(path, with_pickle(BIG_BYTES)),
-            lambda path: put(path, with_pickle(MANY_DUPLICATES)),
-            lambda path: put(path, with_pickle(DEEP_KEY)),
-            lambda path: put(path, with_pickle(DEEP_MEMBER)),
-            lambda path: put(path, overlapping_records()),
-        ]
-    else:
-        attacks = [each for each in attacks if each is not attacks[-1]]
     return Format(attacks, write, lambda path: use_shard(path / "f.pth"))
 
 
@@ -594,8 +589,7 @@ def steps(folder: Path) -> Format:
 
 
 FORMATS: dict[str, Callable[[Path], Format]] = {
-    "pth": lambda folder: torch_files(zipped=True),
-    "old_pth": lambda folder: torch_files(zipped=False),
+    "pth": lambda folder: torch_files(),
     "torch_xla": lambda folder: torch_xla_files(),
     "safetensors": safetensors_files,
     "dcp": dcp_directories,

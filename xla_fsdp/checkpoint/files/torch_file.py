@@ -1,8 +1,7 @@
 """Read and write files of ``torch.save`` without loading their tensors.
 
 Such a file is a zip archive of *records*: one is a pickle of the content, which refers for each
-tensor to another record with its bytes. A file from before torch 1.6 is a row of pickles and then
-the bytes of its tensors.
+tensor to another record with its bytes. Files in the format from before torch 1.6 are refused.
 
 Invariants: no code from a file is run, and nothing is allocated because a file says so; a tensor
 must fit the record that it refers to. A record's CRC-32 becomes its tensor's checksum.
@@ -26,7 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor
-from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION, skip_data
+from torch.serialization import MAGIC_NUMBER, skip_data
 
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
@@ -51,7 +50,11 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     read_bytes,
 )
 
-ZIP_MAGIC = b"PK\x03\x04"
+OLD_MAGIC = pickle.dumps(MAGIC_NUMBER, 2)
+OLD = (
+    "is in torch's format from before 1.6, which is not read: save it anew by "
+    "torch.save(torch.load(path, map_location='cpu'), path)"
+)
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
 
@@ -142,9 +145,9 @@ def read_torch(file: BinaryIO, source: LocalFile | Bytes) -> Any:
         OSError: if it cannot be read.
     """
     try:
-        is_zip = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
-        file.seek(0)
-        return _from_archive(file, source) if is_zip else _from_old_file(file, source)
+        if file.read(len(OLD_MAGIC)) == OLD_MAGIC:
+            raise CheckpointError(OLD)
+        return _from_archive(file, source)
     except (CheckpointError, OSError, MemoryError):
         raise
     except Exception as error:  # a damaged file can make pickle or zipfile raise anything
@@ -294,56 +297,6 @@ class Archive:
         return text.replace(folder + b"/", b"/")
 
 
-# ---------------------------------------------------------------- files from before torch 1.6
-
-
-def _from_old_file(file: BinaryIO, source: LocalFile | Bytes) -> Any:
-    """Read a file of several pickles, then the length and the bytes of every storage."""
-    pickles = _Bounded(file, source.nbytes)
-    known = _is_known
-    if [read_pickle(pickles, known), read_pickle(pickles, known)] != [
-        MAGIC_NUMBER,
-        PROTOCOL_VERSION,
-    ]:
-        raise CheckpointError(UNREADABLE)
-    read_pickle(pickles, known)  # sizes of C's types on the machine that saved it
-    begin = file.tell()
-    stored: dict[str, _Storage] = {}
-
-    def note(persistent_id: Any) -> _Storage:
-        found = _storage_of(persistent_id)
-        return stored.setdefault(found.key, found)
-
-    value = read_pickle(pickles, known, note, ADVICE)
-    length = file.tell() - begin
-    keys = read_pickle(pickles, known)
-    records: dict[str, Record] = {}
-    at = file.tell()
-    for key in typed(keys, list, "its list of storages"):
-        nbytes = stored[key].dtype.itemsize * int.from_bytes(read_bytes(source, at, 8), "little")
-        records[key] = Record(at + 8, nbytes, 0)
-        at += 8 + nbytes
-        if at > source.nbytes or len(records) > len(stored):
-            raise CheckpointError("truncated: its tensors are larger than the file")
-
-    def storage(found: _Storage) -> tuple[ByteSource, Record]:
-        record = records[found.key]
-        return Part(source, record.start, record.nbytes), record
-
-    return _Converter(source.path, storage).content(value, length)
-
-
-class _Bounded:
-    """Reads of a file that never allocate more than there is."""
-
-    def __init__(self, file: BinaryIO, nbytes: int) -> None:
-        self._file, self._nbytes = file, nbytes
-        self.readline = file.readline
-
-    def read(self, count: int) -> bytes:
-        return self._file.read(min(count, self._nbytes))
-
-
 # ---------------------------------------------------------------- content
 
 
@@ -358,20 +311,14 @@ class _Storage:
 def _storage_of(persistent_id: Any) -> _Storage:
     """Return the storage that a persistent id names.
 
-    The id is ("storage", type, key, device, number of elements), and in old files the part of
-    another storage that it is, which xla_fsdp and torch_xla do not write.
+    The id is ("storage", type, key, device, number of elements).
     """
-    if isinstance(persistent_id, tuple) and len(persistent_id) in (5, 6):
-        what, kind, key, _, _, *view = persistent_id
+    if isinstance(persistent_id, tuple) and len(persistent_id) == 5:
+        what, kind, key, _, _ = persistent_id
         name = kind.name.rpartition(".")[2] if isinstance(kind, Global) else ""
-        if (
-            what == "storage"
-            and isinstance(key, str)
-            and name in _STORAGES
-            and view in ([], [None])
-        ):
+        if what == "storage" and isinstance(key, str) and name in _STORAGES:
             return _Storage(key, _STORAGES[name])
-        if isinstance(kind, Global) and not view:
+        if isinstance(kind, Global):
             raise CheckpointError(f"it holds a {shown(kind)}; only dense tensors merge")
     raise CheckpointError(UNREADABLE)
 

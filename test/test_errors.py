@@ -47,7 +47,7 @@ TAKE_ALL = {
     "xla/cpu_rank_patches.py __iter__": 1,
     "xla/worker.py _answer": 1,
     "xla/worker.py call": 1,
-    "optim/traits.py acts_elementwise": 1,
+    "optim/optimizers.py acts_elementwise": 1,
     "state/train_checkpoint.py _naming": 1,
     "state/train_checkpoint.py read_state": 1,
     "state/train_checkpoint.py start_save": 1,

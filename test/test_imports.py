@@ -28,9 +28,9 @@ LAYERS = (
     ("scan",),
     ("nn", "tensor_parallel"),
     ("optim.guards",),
-    ("optim.clip_grad", "optim.initial_state", "state.save_guards"),
+    ("optim.clip_grad", "optim.optimizers"),
     ("fsdp.engine",),
-    ("optim.traits", "compat", "comm_hooks"),
+    ("compat", "comm_hooks"),
     (
         "checkpoint.files",
         "checkpoint.format",

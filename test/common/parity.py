@@ -304,8 +304,7 @@ def _state(model: nn.Module, case: Case) -> dict[str, Any]:
 
 def whole(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Full tensors of what is cut like the model's shards, or not cut at all."""
-    from xla_fsdp.fsdp.engine.param import known_shard
-    from xla_fsdp.fsdp.engine.registry import known_group
+    from xla_fsdp.fsdp.engine.param import known_group, known_shard
 
     params = dict(model.named_parameters(remove_duplicate=False))
     params.update(model.get_original_names_and_sharded_parameters())  # not stacks, their slices

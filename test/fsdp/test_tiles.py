@@ -117,7 +117,7 @@ def trained(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     import torch_xla
 
     from xla_fsdp import load_checkpoint, save_checkpoint
-    from xla_fsdp.fsdp.engine.param_guards import held_shape
+    from xla_fsdp.fsdp.engine.param import held_shape
 
     x, found = rows(rank).to(torch_xla.device()), {}
     for way in WAYS:
@@ -126,7 +126,7 @@ def trained(rank: int, ranks: int, folder: str) -> dict[str, Any]:
         train(model, optimizer, x)
         found[way] = {"shapes": shapes, "values": values(model)}
     for way in ("rows", "stacked"):
-        with mock.patch("xla_fsdp.fsdp.init.build.rows_layout", one_row):
+        with mock.patch("xla_fsdp.distributed.shard_layout.rows_layout", one_row):
             model, optimizer = sharded(way)
         train(model, optimizer, x, STEPS - 1)
         save_checkpoint(Path(folder, f"{way} of before"), model, optimizer, step=1)

@@ -199,10 +199,10 @@ def compiled() -> int:
 
 
 def train(rank: int, in_time: bool) -> dict[str, Any]:
-    from xla_fsdp.optim import initial_state
+    from xla_fsdp.optim import optimizers
 
     if not in_time:  # as torch does; in a process of its own
-        initial_state.is_known = lambda optimizer: False  # type: ignore[assignment]
+        optimizers.is_known = lambda optimizer: False  # type: ignore[assignment]
     return {name: train_one(build) for name, build in CASES.items()}
 
 

@@ -27,7 +27,7 @@ from test.common.recipes import (
     optimizer_of,
 )
 from test.common.scenarios import Scenarios, make, message, one_step
-from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
+from xla_fsdp.fsdp.wrapper import models_of_transformers
 from xla_fsdp.recipe.causal_lm import why_not_streamed
 
 scenarios = Scenarios(__name__)

@@ -25,7 +25,7 @@ from test.common.scan import CASES as SCANNED
 from test.common.scan import DEPTH, HIDDEN, WIDTH, Block, Net, batch, of_kind, whole, wrapped
 from test.common.scenarios import RANKS, Scenarios, fsdp, make, message
 from test.common.warned import recorded_warnings
-from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.param import held_shape
 
 scenarios = Scenarios(__name__)
 result = scenarios.result

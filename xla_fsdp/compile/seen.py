@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from xla_fsdp.compile.host_numbers import HostNumbers, plain
-from xla_fsdp.optim.traits import STEPS_SLICES_OF, StepWatch
+from xla_fsdp.optim.optimizers import STEPS_SLICES_OF, StepWatch
 from xla_fsdp.xla import hooks, ops, torch_xla
 from xla_fsdp.xla.graph import tensor_id
 from xla_fsdp.xla.programs import buffers_of

@@ -29,7 +29,7 @@ from xla_fsdp.compile.slots import Entry, Gradient, Inside, Slot, Way
 from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.optim.traits import params_of
+from xla_fsdp.optim.optimizers import params_of
 from xla_fsdp.xla.loop import Body
 from xla_fsdp.xla.lost import LostTensor
 

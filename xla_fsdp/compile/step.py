@@ -29,7 +29,7 @@ from xla_fsdp.compile.seen import CompileStepError, is_traced
 from xla_fsdp.compile.state import PLAIN, State, find_given, modes_now, refuse_closed, shown
 from xla_fsdp.compile.trace import Trace
 from xla_fsdp.fsdp.engine.deferred import UninitializedShard
-from xla_fsdp.optim.initial_state import make_state
+from xla_fsdp.optim.optimizers import make_state
 from xla_fsdp.xla import ops, programs
 from xla_fsdp.xla.worker import Worker
 

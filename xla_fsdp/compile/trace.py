@@ -27,7 +27,7 @@ from xla_fsdp.compile.program import (
 from xla_fsdp.compile.seen import Seen, watching
 from xla_fsdp.compile.slots import Slot
 from xla_fsdp.compile.state import PLAIN, State
-from xla_fsdp.optim.traits import params_of
+from xla_fsdp.optim.optimizers import params_of
 from xla_fsdp.xla import host, ops, programs
 from xla_fsdp.xla.graph import ProgramInputs, inputs_of, tensor_id
 

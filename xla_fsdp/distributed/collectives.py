@@ -12,7 +12,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -151,17 +151,6 @@ def buckets_for(
     }
     dtypes = {number: each.dtype for number, each in tensors.items()}
     return plan_buckets(shapes, dtypes, limit, of_experts=of_experts)
-
-
-def by_number(
-    buckets: Iterable[Bucket], unpacked: Callable[[Bucket], list[Tensor]]
-) -> dict[int, Tensor]:
-    """Return, by number, the tensors that ``unpacked(bucket)`` returns for each bucket."""
-    return {
-        number: result
-        for bucket in buckets
-        for number, result in zip(bucket.numbers, unpacked(bucket), strict=True)
-    }
 
 
 def _runs(numbers: Sequence[int], shapes: Mapping[int, Shape], limit: float) -> list[list[int]]:

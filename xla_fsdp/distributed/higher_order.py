@@ -136,9 +136,8 @@ def explain_hooks(error: BaseException) -> None:
         ) from error
 
 
-def in_transform() -> bool:
-    """Return whether the caller runs inside a transform of ``torch.func`` (grad, vmap, ...)."""
-    return torch._C._are_functorch_transforms_active()
+in_transform = torch._C._are_functorch_transforms_active
+"""Returns whether the caller runs inside a transform of ``torch.func`` (grad, vmap, ...)."""
 
 
 def in_forward_mode() -> bool:

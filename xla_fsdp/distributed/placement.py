@@ -7,8 +7,9 @@ the same on all ranks. All slices have the same size, as every rank runs the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Size, Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -55,6 +56,11 @@ class TensorPlacement:
         """Shape of the local parameter."""
         return local_shape(self.shape, self.dim, self.parts)
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether ranks along an axis of experts hold different parts of the parameter."""
+        return self.axis == EXPERT and self.parts > 1
+
     def is_same_on(self, ranks: Iterable[int]) -> bool:
         """Return whether these ranks hold the same part."""
         return len({self.mesh.local_rank(rank) for rank in ranks}) <= 1
@@ -70,11 +76,6 @@ class TensorPlacement:
             return value
         size = self.shape[self.dim] // self.parts
         return value.narrow(self.dim, local_rank * size, size)
-
-
-def is_part_of_experts(placement: TensorPlacement | None) -> bool:
-    """Return whether ranks along an axis of experts hold different parts of a parameter."""
-    return placement is not None and placement.axis == EXPERT and placement.parts > 1
 
 
 def local_shape(shape: Iterable[int], dim: int | None, parts: int) -> Size:
@@ -93,12 +94,17 @@ def set_placement(module: nn.Module, attribute: str, placement: TensorPlacement)
 
 def placement_in(module: nn.Module, attribute: str) -> TensorPlacement | None:
     """Return the placement of a parameter of ``module``, if it has one."""
-    return vars(module).get(_ATTRIBUTE, {}).get(attribute)
+    return placements_in(module).get(attribute)
+
+
+def placements_in(module: nn.Module) -> Mapping[str, TensorPlacement]:
+    """Return the placements of the parameters of ``module``, by name, of those that have one."""
+    return cast(Mapping[str, TensorPlacement], vars(module).get(_ATTRIBUTE, {}))
 
 
 def remember_placements(module: nn.Module) -> None:
     """Let ``known_placement`` find the tensors that are now the module's parameters."""
-    for attribute, placement in vars(module).get(_ATTRIBUTE, {}).items():
+    for attribute, placement in placements_in(module).items():
         param = module._parameters.get(attribute)
         if isinstance(param, nn.Parameter):
             _of_tensor[param] = placement

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 LANES = 128
 """Width of a TPU vector register row: shards are padded to whole rows (github.com/pytorch/xla
@@ -140,6 +140,62 @@ def rows_layout(shape: Sequence[int], num_shards: int, dim: int = 0) -> ShardLay
     is_matrix = dim == 0 and len(shape) == 2 and fills_lanes(shape, row)
     is_large = is_matrix and tiles.shard_numel >= LARGE
     return tiles if is_large and _pads_little(tiles) else ShardLayout(size, num_shards, max(1, row))
+
+
+@lru_cache(maxsize=4096)
+def layout_of(
+    shapes: tuple[tuple[int, ...], ...],
+    num_shards: int,
+    asked: int | None,
+    flat: bool,
+    on_dim_0: bool,
+) -> tuple[ShardLayout, tuple[int, ...]]:
+    """Return the layout of one shard of parameters that are joined end to end, and the shape of its
+    rows, or () for a shard [n].
+
+    Args:
+        shapes: of the parameters.
+        num_shards: number of ranks that share them.
+        asked: the dim to cut; None for dim 0, unless that has too few rows.
+        flat: whether parameters are joined.
+        on_dim_0: whether shards are whole rows.
+    """
+    first, dim = shapes[0], asked or 0
+    by_rows = on_dim_0 and not flat
+    if asked is None and len(shapes) == 1 and has_few_rows(first, num_shards):
+        by_rows = False
+    row_shape = (*first[:dim], *first[dim + 1 :])
+    if (by_rows or dim) and first and math.prod(row_shape) > 0:
+        return rows_layout(first, num_shards, dim), row_shape
+    multiple = LANES if flat else shard_multiple(first, num_shards)
+    return ShardLayout((sum(map(math.prod, shapes)),), num_shards, multiple), ()
+
+
+def row_numel(shapes: Sequence[Sequence[int]], layout: ShardLayout, dim: int) -> int:
+    """Return the number of elements of a row, of which shards of ``shapes`` along ``dim`` consist:
+    of a slice of ``dim``, or for a stack of matrices of a row of these; 0 without dims."""
+    first = shapes[0]
+    if not first:
+        return 0
+    slice_numel = math.prod(first[:dim]) * math.prod(first[dim + 1 :])
+    lengths = row_numels(first)
+    if dim or len(shapes) > 1 or not lengths or not fills_lanes(first, lengths[-1]):
+        return slice_numel
+    tiled = (each for each in lengths if layout.shard_numel % (each * ROWS) == 0)
+    return next(tiled, slice_numel)
+
+
+def sent_shape(shapes: Sequence[Sequence[int]], layout: ShardLayout, width: int) -> tuple[int, ...]:
+    """Return the shape in which a shard is sent, whose rows have ``width`` elements: [rows, width],
+    or flat [n]."""
+    # Whole rows if a shard consists of such, so that the gathered tensor is the parameter without a
+    # change of layout. That change for 50 million elements takes the TPU compiler minutes, and the
+    # program as much code as 20 transformer blocks.
+    size = layout.shard_numel
+    is_wide = len(shapes) == 1 and fills_lanes(shapes[0], width)
+    if not is_wide or size % (width * ROWS) or size < LARGE:
+        return (size,)
+    return (size // width, width)
 
 
 def join_name(prefix: str, name: str) -> str:

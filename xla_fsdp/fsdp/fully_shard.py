@@ -18,8 +18,14 @@ from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import attach, mark_state_dicts
 from xla_fsdp.fsdp.engine.shard_tensor import view_state_dicts
 from xla_fsdp.fsdp.fsdp_module import class_for
-from xla_fsdp.fsdp.init.build import build_unit, communicate, sharding
-from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable, refuse_subclasses
+from xla_fsdp.fsdp.init.build import (
+    ManagedModules,
+    build_unit,
+    check_wrappable,
+    communicate,
+    refuse_subclasses,
+    sharding,
+)
 from xla_fsdp.wrap import Ignored
 from xla_fsdp.xla import ops
 
@@ -111,7 +117,7 @@ def fully_shard(
     with ops.runtime().keep_host_rng():
         managed = ManagedModules(roots, ignored)
         communication = communicate(managed, config)
-        params = [param for *_, param in managed.parameters()]
+        params = [each.param for each in managed.parameters()]
         dims = dict.fromkeys(map(id, params), 0)  # as torch's, also where it has few rows
         if shard_placement_fn is not None:
             dims = {id(param): _dim(shard_placement_fn(param), param) for param in params}

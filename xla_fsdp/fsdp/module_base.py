@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from xla_fsdp.checkpoint.format.save_numbers import numbered
 from xla_fsdp.comm_hooks import CommHook, Hook
 from xla_fsdp.distributed.collectives import XlaCollectives
-from xla_fsdp.fsdp.engine.conversions import without_swaps
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase, outermost_units, units_in
 from xla_fsdp.fsdp.engine.stacked_params import slice_of
 from xla_fsdp.optim.clip_grad import check_gradients, clip_grads, clip_grads_by_value_
+from xla_fsdp.optim.guards import without_swaps
 from xla_fsdp.state.metadata import describe
 from xla_fsdp.state.summon import SummonOptions, summoned
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 import warnings
 from collections import UserDict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
@@ -21,14 +22,21 @@ from xla_fsdp.fsdp.engine.module_state import (
     ModuleState,
     attach,
     is_fsdp_module,
+    is_wrapper,
     mark_state_dicts,
 )
 from xla_fsdp.fsdp.fsdp1_options import TorchOptions, translate
-from xla_fsdp.fsdp.init.build import broadcast_values, build_unit, communicate, sharding
-from xla_fsdp.fsdp.init.managed import ManagedModules, check_wrappable, refuse_subclasses
+from xla_fsdp.fsdp.init.build import (
+    ManagedModules,
+    broadcast_values,
+    build_unit,
+    check_wrappable,
+    communicate,
+    refuse_subclasses,
+    sharding,
+)
 from xla_fsdp.fsdp.init.meta_init import materialize
 from xla_fsdp.fsdp.module_base import ShardedModule
-from xla_fsdp.fsdp.transformers_hooks import install_captures
 from xla_fsdp.scan import scan_containers
 from xla_fsdp.state.fsdp1_state_dict_type import StateDictTypes
 from xla_fsdp.wrap import Ignored, Policy, wrap_children
@@ -367,7 +375,7 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
                 _wrap_inside(module, auto_wrap_policy, wrapper, ignored, options, given)
             if scan_layers is None or scan_layers:
                 scan_containers(module, scan_layers, stacked=scan_stacked)
-            install_captures(module)
+            _install_captures(module)
             managed = ManagedModules([module], ignored)
             communication = communicate(managed, config, collectives)
             origins = materialize(managed, param_init_fn) if managed.on_meta else {}
@@ -454,3 +462,44 @@ def _wrap_inside(
         return wrapper(selected, **{**chosen, **ignored.as_keywords()})
 
     wrap_children(module, policy, wrap, ignored)
+
+
+# ---------------------------------------------------------------- models of transformers
+
+
+def models_of_transformers(model: nn.Module) -> list[Any]:
+    """Return the models of transformers that ``model`` is or contains."""
+    # By name, as another rank, a thread of this process, may be about to import transformers.
+    base = ("transformers.modeling_utils", "PreTrainedModel")
+    return [
+        each
+        for each in model.modules()
+        if any((of.__module__, of.__qualname__) == base for of in type(each).__mro__)
+    ]
+
+
+def _install_captures(model: nn.Module) -> None:
+    """Let models of transformers register now the hooks that collect hidden states.
+
+    They look for layers by class when they are first asked for them, and would find units in their
+    places, whose children are those of the layers.
+    """
+    models = models_of_transformers(model)
+    # Versions that have it load it with any model.
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    if not models or capturing is None:
+        return
+    units: list[tuple[dict[str, Any], str, Any]] = [
+        (parent._modules, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None and is_wrapper(child)
+    ]
+    for places, name, unit in units:
+        places[name] = unit.module
+    try:
+        for each in models:
+            capturing.maybe_install_capturing_hooks(each)
+    finally:
+        for places, name, unit in units:
+            places[name] = unit

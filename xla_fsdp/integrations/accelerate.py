@@ -26,8 +26,8 @@ from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations import require
 from xla_fsdp.optim.clip_grad import clip_grad_norm_
+from xla_fsdp.optim.optimizers import params_of
 from xla_fsdp.optim.rebind import hold_shards
-from xla_fsdp.optim.traits import params_of
 from xla_fsdp.recipe.apply import parallelize
 from xla_fsdp.recipe.options import Recipe
 from xla_fsdp.state.checkpoint_manager import load_checkpoint

@@ -41,7 +41,7 @@ from xla_fsdp.fsdp.engine.autograd import (
 )
 from xla_fsdp.fsdp.engine.inputs import Inputs
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
-from xla_fsdp.fsdp.engine.schedule import running_units
+from xla_fsdp.fsdp.engine.param_guards import this_thread
 from xla_fsdp.fsdp.engine.scopes import current_pass, scope
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.wrap import has_forward
@@ -429,7 +429,7 @@ class Region:
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._name = type(module).__name__
         self._forward = forward
-        self._units = running_units()
+        self._units = [*this_thread.units]
         self._environment = _Environment(module)
         self._saved = _Saved()
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []  # of what the forward saved

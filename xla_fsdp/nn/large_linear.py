@@ -27,6 +27,7 @@ from xla_fsdp.fsdp.engine.autograd import ForwardCall, SavedParams, on_device, v
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.unit_collectives import expect_on_all_ranks
 from xla_fsdp.nn.chunked.chunks import TILE, Chunks
 from xla_fsdp.nn.forward_weight import compute_by, weights_are_whole
 from xla_fsdp.xla import ops
@@ -61,8 +62,7 @@ def compute_in_pieces(unit: FSDPState, call: ForwardCall, saved: SavedParams) ->
     settings = unit.settings
     of_root = settings.is_root and unit.schedule.has_units
     # A root keeps its parameters for backward, which comes next; at the user's request all.
-    gathers = unit.group.collectives.num_shards > 1
-    if of_root and gathers and settings.reshard_after_forward and not settings.keeps_larger:
+    if of_root and settings.reshard_after_forward and not settings.keeps_larger:
         for original, number in large_weights(unit.group).items():
             LinearInPieces(unit, call, saved, original, number).mark()
 
@@ -206,7 +206,7 @@ class LinearInPieces:
     def forward(self, rows: Tensor) -> Tensor:
         """Return the product of an input [n, width], [n, classes]."""
         pieces = self.pieces(rows)
-        self.group.params[self.number].expect_on_all_ranks(f"use in {pieces.count} pieces")
+        expect_on_all_ranks(f"use in {pieces.count} pieces", [self.group.params[self.number]])
         rows, sent = ops.barrier([rows, self.sent(pieces)])
         # By class: each iteration writes whole rows.
         shape = (pieces.num_ranks, pieces.shard_rows, len(rows))
@@ -243,7 +243,7 @@ class LinearInPieces:
             needs: which of the two are needed.
         """
         pieces = self.pieces(rows)
-        self.group.params[self.number].expect_on_all_ranks(f"backward in {pieces.count} pieces")
+        expect_on_all_ranks(f"backward in {pieces.count} pieces", [self.group.params[self.number]])
         grad, sent = ops.barrier([grad, self.sent(pieces, once=True)])
         padding = pieces.num_ranks * pieces.shard_rows - pieces.num_classes
         by_class = F.pad(grad.t(), (0, 0, 0, padding)) if padding else grad.t()

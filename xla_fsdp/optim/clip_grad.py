@@ -18,9 +18,14 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.collectives import Collectives, along
 from xla_fsdp.distributed.placement import known_placement
-from xla_fsdp.fsdp.engine.param import known_shard
+from xla_fsdp.fsdp.engine.param import (
+    KnownGroup,
+    known_group,
+    known_shard,
+    owners_of_grads,
+    refuse_shown,
+)
 from xla_fsdp.fsdp.engine.param_guards import with_shards
-from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group, owners_of_grads, refuse_shown
 from xla_fsdp.xla import ops
 
 

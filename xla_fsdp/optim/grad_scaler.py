@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.fsdp.engine.registry import known_group
-from xla_fsdp.optim.traits import params_of, takes_found_inf
+from xla_fsdp.fsdp.engine.param import known_group
+from xla_fsdp.optim.optimizers import params_of, takes_found_inf
 from xla_fsdp.xla import ops
 
 

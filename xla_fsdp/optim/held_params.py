@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.optim.traits import StepWatch, params_of
+from xla_fsdp.optim.optimizers import StepWatch, params_of
 
 NOT_SEARCHED = (str, bytes, type, ModuleType, FunctionType, MethodType, nn.Module, StepWatch)
 """The parameters of modules are replaced in these."""

@@ -22,17 +22,17 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.fsdp.engine.module_state import units_in
+from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
-from xla_fsdp.fsdp.engine.param_guards import held_shape
 from xla_fsdp.fsdp.engine.scopes import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.optim.held_params import held_elsewhere
-from xla_fsdp.optim.initial_state import make_state_of
 from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
-from xla_fsdp.optim.traits import (
+from xla_fsdp.optim.optimizers import (
     STEPS_SLICES_OF,
     StepWatch,
     device_options,
+    make_state_of,
     needs_closure,
     params_of,
     steps_elementwise,

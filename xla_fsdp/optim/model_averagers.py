@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.optim.high_precision import masters_of
-from xla_fsdp.optim.initial_state import make_state
+from xla_fsdp.optim.optimizers import make_state
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
 from xla_fsdp.xla import ops
 

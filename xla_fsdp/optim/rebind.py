@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from xla_fsdp.distributed.placement import current
 from xla_fsdp.fsdp.engine.param import known_shard
 from xla_fsdp.optim.held_params import HeldParams
-from xla_fsdp.optim.traits import params_of
+from xla_fsdp.optim.optimizers import params_of
 
 
 def hold_shards(optimizer: Optimizer) -> None:

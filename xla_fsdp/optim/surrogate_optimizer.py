@@ -18,8 +18,7 @@ from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement
-from xla_fsdp.optim.initial_state import make_missing_states
-from xla_fsdp.optim.traits import device_options, takes_found_inf
+from xla_fsdp.optim.optimizers import device_options, make_missing_states, takes_found_inf
 from xla_fsdp.xla import ops
 
 NOT_OPTIONS = ("params", "param_names")

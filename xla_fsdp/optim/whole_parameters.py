@@ -17,13 +17,18 @@ from torch.optim import Optimizer
 
 from xla_fsdp.checkpoint.format.records import UNSHARDED
 from xla_fsdp.distributed.placement import known_placement
-from xla_fsdp.fsdp.engine.packing import all_joined, joined
-from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
-from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group
+from xla_fsdp.fsdp.engine.param import (
+    FSDPParam,
+    KnownGroup,
+    all_joined,
+    held_shape,
+    joined,
+    known_group,
+    known_shard,
+)
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
+from xla_fsdp.optim.optimizers import needs_closure, params_of
 from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer, free
-from xla_fsdp.optim.traits import needs_closure, params_of
 from xla_fsdp.state.optim import same_value
 from xla_fsdp.xla import ops
 

@@ -22,16 +22,13 @@ from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, shard_multiple
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import FSDPParam
-from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, NamedShard
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded
-from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.optim.clip_grad import Slices, clip_grads_by_norm_
-from xla_fsdp.optim.initial_state import make_state
+from xla_fsdp.optim.optimizers import is_elementwise, make_state, params_of
 from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
 from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer, free
-from xla_fsdp.optim.traits import is_elementwise, params_of
 from xla_fsdp.state.optim import read_optimizer
 from xla_fsdp.state.optim_api import ShardNames, load_full, to_full
 from xla_fsdp.xla import ops
@@ -408,9 +405,8 @@ class ParamSlices:
 
     def reduce_scatter_grads(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return slices of the gradients of ``params``, averaged over the ranks."""
-        with self.filled(params):  # reduce() reads shapes and dtypes of the shards
-            reduced = self.group_of(params).reduce([param.grad for param in params])
-        return present(reduced.grads)
+        with self.filled(params):  # mean() reads shapes and dtypes of the shards
+            return present(self.group_of(params).mean([param.grad for param in params]))
 
     def all_gather(self, params: Sequence[nn.Parameter], slices: Sequence[Tensor]) -> list[Tensor]:
         """Gather all ranks' ``slices`` into tensors of the shapes of ``params``."""

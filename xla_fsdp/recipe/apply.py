@@ -22,16 +22,15 @@ from xla_fsdp.distributed.mesh import EXPERT, TENSOR, Mesh, as_mesh
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
-from xla_fsdp.fsdp.init.managed import subclass_problems
-from xla_fsdp.fsdp.transformers_hooks import models_of_transformers
-from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
+from xla_fsdp.fsdp.init.build import subclass_problems
+from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel, models_of_transformers
 from xla_fsdp.nn.activation_checkpoint import checkpoint_module, unbound_forward
 from xla_fsdp.nn.chunked import LinearCrossEntropy, StreamedEmbedding
 from xla_fsdp.nn.chunked.chunks import CHUNK_BYTES
 from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.in_backward import step_in_backward
+from xla_fsdp.optim.optimizers import StepWatch, acts_elementwise, needs_closure, steps_elementwise
 from xla_fsdp.optim.rebind import hold_shards
-from xla_fsdp.optim.traits import StepWatch, acts_elementwise, needs_closure, steps_elementwise
 from xla_fsdp.recipe import experts
 from xla_fsdp.recipe.attention import LONG, NAME, WHERE_LONG
 from xla_fsdp.recipe.causal_lm import (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.fsdp.engine.schedule import running_units
+from xla_fsdp.fsdp.engine.param_guards import this_thread
 from xla_fsdp.fsdp.engine.scopes import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.transitions import UnitState
@@ -122,7 +122,7 @@ class AutomaticScan(BlockScan):
         trains = torch.is_grad_enabled()
         # In training without gradients somebody may recompute: then with the same random numbers.
         evaluates = not trains and not any(module.training for module in self._modules())
-        is_inside = bool(running_units()) and current_pass() == -1 and not in_region()
+        is_inside = bool(this_thread.units) and current_pass() == -1 and not in_region()
         return is_inside and (evaluates or (trains and not self._is_off))
 
     def _modules(self) -> Iterator[nn.Module]:

@@ -21,10 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xla_fsdp.distributed.shard_layout import ROWS
-from xla_fsdp.fsdp.engine.param import FSDPParam
+from xla_fsdp.fsdp.engine.param import FSDPParam, held_shape, note_grads
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.fsdp.engine.registry import note_grads
 from xla_fsdp.xla import ops
 
 P = ParamSpec("P")

@@ -18,7 +18,7 @@ from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.distributed.topology import Groups
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_fsdp_modules, named_shards
-from xla_fsdp.fsdp.engine.named_params import NamedShard
+from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.state.model import cut_outside_units, refuse_cut_outside
 from xla_fsdp.xla import ops
 

@@ -20,8 +20,7 @@ from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.engine.load_hooks import Form, marked
 from xla_fsdp.fsdp.engine.module_state import FSDPState, named_fsdp_modules, reshard_units, units_in
-from xla_fsdp.fsdp.engine.packing import joined
-from xla_fsdp.fsdp.engine.registry import known_group
+from xla_fsdp.fsdp.engine.param import joined, known_group
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.state.summon import SummonOptions, is_shown, summoned
 from xla_fsdp.xla import ops

@@ -30,13 +30,10 @@ from xla_fsdp.checkpoint.format.records import (
     StateEntry,
     StateKind,
 )
-from xla_fsdp.fsdp.engine.param import known_shard
-from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.fsdp.engine.positional_state import in_own_order
+from xla_fsdp.fsdp.engine.param import StackPart, held_shape, known_shard
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
-from xla_fsdp.fsdp.engine.slots import StackPart
 from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of
-from xla_fsdp.optim.traits import takes_found_inf
+from xla_fsdp.optim.optimizers import in_own_order, takes_found_inf
 
 PLAIN = (bool, int, float, str, type(None))
 NOT_OPTIONS = ("params", "param_names")

@@ -27,10 +27,10 @@ from xla_fsdp.checkpoint.format.records import (
     StateKind,
 )
 from xla_fsdp.fsdp.engine.module_state import named_shards, reshard_units
-from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.packing import all_joined, own_parts
+from xla_fsdp.fsdp.engine.param import all_joined, own_parts
+from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.stacked_params import slice_of
-from xla_fsdp.optim.traits import takes_found_inf
+from xla_fsdp.optim.optimizers import takes_found_inf
 from xla_fsdp.state.model import cut_outside_units, refuse_cut_outside
 from xla_fsdp.state.optim import (
     OptimizerParams,

@@ -55,9 +55,10 @@ from xla_fsdp.checkpoint.steps.step_directory import (
 )
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.fsdp.engine.module_state import reshard_units
-from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.fsdp.engine.stacked_params import HostCopies
 from xla_fsdp.fsdp.module_base import ShardedModule
+from xla_fsdp.optim.guards import holds_shards
 from xla_fsdp.state.fsdp1_state_dict_type import unchosen
 from xla_fsdp.state.metadata import describe
 from xla_fsdp.state.optim import (
@@ -68,7 +69,6 @@ from xla_fsdp.state.optim import (
     read_optimizer,
     write_optimizer,
 )
-from xla_fsdp.state.save_guards import holds_shards
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.host import exchange
 

@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -432,11 +432,11 @@ def _derived(seed: Any, number: int) -> Any:
     return seed + xb.Op.scalar(seed.builder(), number * _BETWEEN_SEEDS, dtype=xb.Type.S64)
 
 
+@dataclass(eq=False)
 class LoopCache:
     """Caches traced loops by key. A copy starts empty."""
 
-    def __init__(self) -> None:
-        self.made: dict[Hashable, Any] = {}
+    made: dict[Hashable, Any] = field(default_factory=dict)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the value for ``key``; call ``make`` for it the first time."""

@@ -157,8 +157,7 @@ def full(shard: Any, value: Tensor) -> Tensor:
 
 def part(shard: Any, value: Tensor) -> Tensor:
     """This rank's part of an unsharded tensor."""
-    from xla_fsdp.fsdp.engine.param import known_shard
-    from xla_fsdp.fsdp.engine.registry import known_group
+    from xla_fsdp.fsdp.engine.param import known_group, known_shard
 
     param, group = known_shard(shard), known_group(shard)
     return param.slice_of([value.to(shard.device)], group.collectives.rank)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from test.common.in_place import grads, hidden, in_place, loss_of, most_apart, step
 from test.common.models import FEATURES, WIDTH
 from test.common.scenarios import Scenarios, make, message, rows, states
-from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.param import held_shape
 
 pytestmark = pytest.mark.slow
 scenarios = Scenarios(__name__)

@@ -18,7 +18,7 @@ from test.common.in_place import grads, hidden, in_place, loss_of, most_apart, s
 from test.common.models import FEATURES, WIDTH, Net
 from test.common.scenarios import Scenarios, make, message, rows, states
 from test.common.warned import recorded_warnings
-from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.param import held_shape
 
 scenarios = Scenarios(__name__)
 result = scenarios.result

@@ -9,7 +9,7 @@ from torch import nn
 
 from test.common.models import FEATURES, WIDTH, Net
 from test.common.scenarios import Scenarios, fsdp, make, message, nested, rows
-from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.wrap import always_wrap_policy
 
 scenarios = Scenarios(__name__)

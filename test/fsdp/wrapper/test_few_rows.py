@@ -57,7 +57,7 @@ def train(rank: int, folder: str) -> dict[str, Any]:
         parallelize,
         save_checkpoint,
     )
-    from xla_fsdp.fsdp.engine.param_guards import held_shape
+    from xla_fsdp.fsdp.engine.param import held_shape
 
     x = batch(rank).to(torch_xla.device())
     found: dict[str, Any] = {}

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.higher_order import linear
-from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.param_guards import Dummies, Reshard
-from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard
+from xla_fsdp.fsdp.engine.schedule import Dummies
+from xla_fsdp.fsdp.engine.unit_collectives import ReducedBuckets
 from xla_fsdp.xla import ops
 
 
@@ -79,8 +79,9 @@ class ForwardCall:
     def add_reduced_early(self, reduced: ReducedBuckets) -> None:
         """Keep gradients that were reduced before this pass runs the ``Unshard`` node."""
         number = torch._C._current_graph_task_id()
-        so_far = self._reduced_early.get(number, {})
-        self._reduced_early[number] = self.unit.group.reduction.add(so_far, reduced)
+        if so_far := self._reduced_early.get(number):
+            reduced = self.unit.group.reduction.add(so_far, reduced)
+        self._reduced_early[number] = reduced
 
     def take_reduced_early(self) -> ReducedBuckets:
         """Return the gradients that this backward pass has reduced, and keep them no longer."""
@@ -156,7 +157,7 @@ class Unshard(torch.autograd.Function):
 
 def connect(call: ForwardCall, unsharded: list[Tensor]) -> list[Tensor]:
     """Return the gathered parameters, connected to the shards of the call's unit."""
-    shards = call.unit.group.shards
+    shards = [param.shard for param in call.unit.group.params]
     return list(Unshard.apply(call, unsharded, *shards)) if shards else []
 
 
@@ -417,14 +418,18 @@ class SavedParams:
         pairs = enumerate(zip(self._memory, now, strict=True))
         return sorted(changed | {index for index, (old, new) in pairs if old != new})
 
-    def reshard(self, reshard: Reshard, dummies: Dummies | None) -> None:
-        """Hand the parameters of this forward, and their saved views, to ``reshard``, and drop this
-        object's own references, as the hooks outlive the forward.
+    def reshard(
+        self, group: FSDPParamGroup, versions: Sequence[int], dummies: Dummies | None
+    ) -> None:
+        """Turn the parameters of this forward, and their saved views, into ``ReshardedParam``s, and
+        drop this object's own references, as the hooks outlive the forward.
 
         Args:
-            reshard: as which the modules let go of them.
+            group: whose modules let go of them.
+            versions: of the shards that they were gathered from.
             dummies: the data that these tensors get, so that their own is freed; None leaves it.
         """
+        reshard = Reshard(group, versions, freed=dummies is not None)
         reshard.take_all(self._unsharded)
         for index, tensor in self._views:
             reshard.take(tensor, index, is_view=True)

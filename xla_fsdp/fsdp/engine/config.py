@@ -95,11 +95,6 @@ class FSDPConfig(UpstreamOptions):
         """Dtype of the reduction of gradients; None for the dtype they are computed in."""
         return torch.float32 if self.fp32_reduce_scatter else self.reduce_dtype
 
-    def input_dtype(self, *, of_root: bool) -> torch.dtype | None:
-        """Return the dtype to which floating-point inputs of a unit are cast; None for no cast."""
-        casts = self.cast_root_forward_inputs if of_root else self.cast_forward_inputs
-        return self.compute_dtype if casts else None
-
 
 @functools.cache
 def _warn_once(text: str) -> None:

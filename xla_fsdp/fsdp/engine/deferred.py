@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from xla_fsdp.fsdp.engine.packing import own_parts
-from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard, remember
-from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.fsdp.engine.registry import known_group, remember_group
+from xla_fsdp.fsdp.engine.param import (
+    FSDPParam,
+    held_shape,
+    known_group,
+    known_shard,
+    own_parts,
+    remember,
+    remember_group,
+)
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like, param_and_group
 from xla_fsdp.xla import ops
 
@@ -161,4 +166,4 @@ def _replace(param: FSDPParam, new: Tensor, *, has_values: bool) -> None:
     group = known_group(old)
     remember(param, [param.slots.shard])
     if group is not None:
-        remember_group(param.slots.shard, group)
+        remember_group(group, [param.slots.shard])

@@ -56,7 +56,10 @@ class Inputs:
         changes = Changes(self.sources, copies)
         own, lent = self._contents.tensors, _views_on(self._views, copies)
         by = substitutes(own, lent)
-        back = self._lend(by)
+        # The caller's containers hold the copies meanwhile; ``back`` has what these replace.
+        back: dict[int, tuple[Any, Any]] = {}
+        for container in self._contents.containers:
+            back.update(replace_entries(container, by))
         args = [replaced(value, by) for value in self._args]
         kwargs = {name: replaced(value, by) for name, value in self._kwargs.items()}
         try:
@@ -85,14 +88,6 @@ class Inputs:
         values = (*self._args, *self._kwargs.values())
         tree = copied(values, self._contents.containers, by)
         return InputForm(tree, tuple(self._kwargs), slots, self._views)
-
-    def _lend(self, by: Substitutes) -> Substitutes:
-        """Put other tensors into the caller's containers; return the table that puts the replaced
-        entries back."""
-        back: dict[int, tuple[Any, Any]] = {}
-        for container in self._contents.containers:
-            back.update(replace_entries(container, by))
-        return back
 
     def _take_back(
         self, back: Substitutes, own: Sequence[Tensor], lent: Sequence[Tensor]

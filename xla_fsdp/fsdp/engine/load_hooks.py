@@ -3,28 +3,31 @@
 Invariants: whether a state dict holds shards or full tensors is decided once for each load, by the
 mark in this package's state dicts, else by shapes; if neither decides, ``load_state_dict`` raises.
 Errors name original parameters and full shapes. Full tensors are cut on the device where they are,
-so that only the shard is copied to the rank's device.
+so that only the shard is copied to the rank's device. State dicts say which rank's shards they
+hold; those of another rank are refused.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.format.plan import original_name
-from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.packing import own_parts
+from xla_fsdp.distributed.collectives import Collectives
+from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, own_parts
+from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.param_guards import package_code
-from xla_fsdp.fsdp.engine.positional_state import note_order
-from xla_fsdp.fsdp.engine.shard_place import PLACES, Places, places_of, refuse_other_places
-from xla_fsdp.fsdp.engine.slots import OriginalParam
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
+from xla_fsdp.xla import ops
 from xla_fsdp.xla.programs import copies_of
 
 # Key of the form in a state dict's metadata, which torch has for each module.
@@ -63,6 +66,7 @@ def marked(state: Mapping[str, Any], module: nn.Module, form: Form) -> OrderedDi
     return result
 
 
+@dataclass
 class StateLoading:
     """Converts a state dict to shards for one module and the units in it.
 
@@ -70,9 +74,8 @@ class StateLoading:
     its uncomputed tensors would be in later programs.
     """
 
-    def __init__(self) -> None:
-        # The error list of the load for which an outer module has done the conversion.
-        self._done_in: list[str] | None = None
+    # The error list of the load for which an outer module has done the conversion.
+    _done_in: list[str] | None = None
 
     def translate(
         self,
@@ -146,7 +149,7 @@ class _Load:
             renamed.append(name)
         of_key = {key: shard.param for shard in self.shards for key in self._shard_keys(shard)}
         order = dict.fromkeys(of_key[name] for name in renamed if name in of_key)
-        note_order(list(order), upstream=upstream)
+        _note_order(list(order), upstream=upstream)
 
     def complete_ties(self) -> None:
         """Add the missing names of tied parameters, of which torch_xla and safetensors save one."""
@@ -294,3 +297,72 @@ class _Load:
 
 def _cut(shard: NamedShard, full: Sequence[Tensor]) -> Tensor:
     return shard.param.slice_of(own_parts(full, shard.param.originals), shard.rank)
+
+
+# ---------------------------------------------------------------- whose shards they are
+
+PLACES = "xla_fsdp_places"
+"""Key of the places in the metadata of a model's state dict, and in an optimizer's state dict."""
+
+Places = list[list[int]]
+"""Each is [rank, number of ranks] among the ranks that share a parameter, and then the same along
+its tensor-parallel axis. Equal shards of replicas have one place."""
+
+
+def places_of(shards: Iterable[tuple[FSDPParam, Collectives]]) -> Places:
+    """Return the places of parameters and who shares them, each once; none of what is whole."""
+    found = {tuple(_place(param, by)) for param, by in shards}
+    return sorted(list(each) for each in found if each[1] * each[3] > 1)
+
+
+def _place(param: FSDPParam, by: Collectives) -> tuple[int, int, int, int]:
+    cut = next(
+        (o.placement for o in param.originals if o.placement and o.placement.parts > 1), None
+    )
+    part = (0, 1) if cut is None else (cut.mesh.local_rank(ops.rank()), cut.parts)
+    return (by.rank, by.num_shards, *part)
+
+
+def refuse_other_places(saved: Any, own: Places, what: str) -> None:
+    """Raise ValueError if ``what`` says that it holds other shards than those that are loaded.
+
+    Args:
+        saved: the places in a state dict; None if it tells none.
+        own: of the parameters that are loaded.
+        what: names the state dict.
+    """
+    if saved is not None and saved != own:
+        raise ValueError(
+            f"{what} holds {_told(saved)}, and this rank loads {_told(own)}. Each rank loads the "
+            f"file that it has saved, on as many ranks. For other ranks, or a file of one rank "
+            f"alone, save by xla_fsdp.save_checkpoint on all ranks, or save "
+            f"xla_fsdp.full_state_dict(model) and xla_fsdp.optim_state_dict(model, optimizer), "
+            f"which all ranks call"
+        )
+
+
+def _told(places: Sequence[Sequence[int]]) -> str:
+    if not places:
+        return "parameters that are not sharded"
+    rank, ranks, part, parts = places[0]
+    tensor_parallel = f" (tensor-parallel part {part} of {parts})" if parts > 1 else ""
+    return f"the shards of rank {rank} of {ranks}{tensor_parallel}"
+
+
+# ---------------------------------------------------------------- the order of torch_xla's files
+
+upstream_order: WeakKeyDictionary[FSDPParam, int] = WeakKeyDictionary()
+"""Where a parameter was in the state dict of torch_xla's FSDP from which it was loaded last, until
+the first step: torch's optimizers know parameters by position."""
+_next_place = count(1)
+upstream_lock = threading.Lock()  # ranks on CPU are threads
+
+
+def _note_order(params: Sequence[FSDPParam], *, upstream: bool) -> None:
+    """Note the order in which a state dict of the model that is being loaded has parameters; forget
+    it, if that is not of torch_xla's FSDP."""
+    with upstream_lock:
+        for param in params:
+            upstream_order.pop(param, None)
+            if upstream:
+                upstream_order[param] = next(_next_place)  # never used again: tells one file's

@@ -9,23 +9,23 @@ dicts hold shards, also after a backward pass that raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.higher_order import in_transform
-from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
 from xla_fsdp.fsdp.engine.deferred import take_memory
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
-from xla_fsdp.fsdp.engine.named_params import NamedShard
+from xla_fsdp.fsdp.engine.param import drop_names
+from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.param_guards import package_code
-from xla_fsdp.fsdp.engine.slots import drop_names
 from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.transitions import UnitState
@@ -90,8 +90,9 @@ class FSDPModuleBase:
         """Run ``method`` without the ``ForwardOverride``, which only replaces ``forward``."""
         refuse_dynamo()
         state = self._fsdp_module_state
+        forward = state.with_buffers(method)
         with package_code():
-            return state.unit.run(state.with_buffers(method), args, kwargs, part=state.part)
+            return state.unit.run(forward, args, kwargs, part=state.part)
 
     def _fsdp_units(self) -> list[FSDPState]:
         return units_in(self._fsdp_module())
@@ -284,3 +285,67 @@ def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any
     if unit.state is UnitState.SHARDED:
         put_stacked_shards(unit.group, state, prefix)
         mark_shards(local_metadata, named_shards(module))
+
+
+# ---------------------------------------------------------------- buffers in another dtype
+
+
+class _Shown(NamedTuple):
+    """A buffer that a module holds in another dtype."""
+
+    module: nn.Module
+    name: str
+    own: Tensor
+    lent: Tensor
+    version: int
+
+
+class CastBuffers:
+    """Casts floating-point buffers for a forward. Outside of it modules hold buffers of their own
+    dtype and, unless a forward changes them, value.
+
+    Args:
+        modules: that hold the buffers.
+        dtype: in which a forward sees them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
+        self._dtype = dtype
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return ``forward(*args, **kwargs)``, which sees the buffers in ``dtype``. One that it
+        changes or assigns is stored afterwards, in its own dtype."""
+        shown = self._show()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _put_back(shown)
+
+    def _show(self) -> list[_Shown]:
+        shown = []
+        casts: dict[int, Tensor] = {}  # a buffer of two modules is one in the forward, too
+        for module in [module for each in self._modules if (module := each()) is not None]:
+            for name, own in list(module._buffers.items()):
+                # Empty ones of a unit that calls itself: it has cast them already.
+                if own is None or not own.is_floating_point() or own.dtype == self._dtype:
+                    continue
+                if id(own) not in casts:
+                    with torch.inference_mode(False):  # such a tensor counts no changes
+                        casts[id(own)] = own.to(self._dtype)
+                lent = casts[id(own)]
+                module._buffers[name] = lent
+                shown.append(_Shown(module, name, own, lent, lent._version))
+        return shown
+
+
+@torch.no_grad()
+def _put_back(shown: list[_Shown]) -> None:
+    for module, name, own, lent, version in shown:
+        now = module._buffers.get(name)
+        if now is lent:
+            if lent._version != version:
+                own.copy_(lent)
+            module._buffers[name] = own
+        elif now is not None:  # assigned in the forward
+            module._buffers[name] = now.to(own.dtype)

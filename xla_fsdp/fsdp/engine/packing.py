@@ -1,8 +1,8 @@
-"""Where the originals of a shard lie in it, and in the parts of tensor parallelism."""
+"""Where the originals of a shard lie in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -10,10 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xla_fsdp.distributed.mesh_axis import AxisComm
-from xla_fsdp.distributed.placement import TensorPlacement, is_part_of_experts
-from xla_fsdp.distributed.shard_layout import LARGE, ROWS, ShardLayout, fills_lanes, row_numels
-from xla_fsdp.fsdp.engine.slots import OriginalParam
+from xla_fsdp.distributed.shard_layout import ShardLayout, row_numel, sent_shape
 from xla_fsdp.xla import ops
 
 
@@ -27,8 +24,7 @@ class ShardPacking:
 
     Attributes:
         row_shape: shape of a single original without ``dim``.
-        row_numel: the number of elements of a row, of which shards consist: of a slice of ``dim``,
-            or for a stack of matrices of a row of these; 0 if the original has no dims.
+        row_numel: of ``shard_layout.row_numel``.
         sent_shape: shape in which a shard is sent: [rows, width], or flat [n].
     """
 
@@ -38,8 +34,8 @@ class ShardPacking:
         self.dim = dim
         first = self.shapes[0]
         self.row_shape = torch.Size([*first[:dim], *first[dim + 1 :]])
-        self.row_numel = self._row_numel() if first else 0
-        self.sent_shape = self._sent_shape()
+        self.row_numel = row_numel(self.shapes, layout, dim)
+        self.sent_shape = sent_shape(self.shapes, layout, self.row_numel)
         self._padding = layout.padded_numel - layout.numel
         # Whether shards are whole rows of one original. Padding is whole rows then, too: cutting
         # single elements off a matrix would make the device lay out all of it again.
@@ -101,76 +97,17 @@ class ShardPacking:
             padded, (num_shards * sent[0], sent[1]) if by_rows else (num_shards, *sent)
         )
 
-    def _row_numel(self) -> int:
-        slice_numel = self.row_shape.numel()
-        if self.dim or len(self.shapes) > 1:
-            return slice_numel
-        lengths = row_numels(self.shapes[0])
-        if not lengths or not fills_lanes(self.shapes[0], lengths[-1]):
-            return slice_numel
-        tiled = (each for each in lengths if self.layout.shard_numel % (each * ROWS) == 0)
-        return next(tiled, slice_numel)
-
     def _without_padding(self, gathered: Tensor) -> Tensor:
         if not self._padding:
             return gathered
         rows = ops.shaped(gathered, (self.layout.padded_numel // self.row_numel, self.row_numel))
         return ops.cut(rows, 0, 0, self.layout.numel // self.row_numel)
 
-    def _sent_shape(self) -> tuple[int, ...]:
-        # Whole rows if a shard consists of such, so that the gathered tensor is the parameter
-        # without a change of layout. That change for 50 million elements takes the TPU compiler
-        # minutes, and the program as much code as 20 transformer blocks.
-        size = self.layout.shard_numel
-        width = self.row_numel if len(self.shapes) == 1 else 0
-        is_wide = fills_lanes(self.shapes[0], width)
-        if not is_wide or size % (width * ROWS) or size < LARGE:
-            return (size,)
-        return (size // width, width)
-
 
 @lru_cache(maxsize=4096)
 def packing_of(shapes: tuple[torch.Size, ...], layout: ShardLayout, dim: int = 0) -> ShardPacking:
     """Return the packing for these arguments, which parameters of equal shapes share."""
     return ShardPacking(shapes, layout, dim)
-
-
-def own_part(tensor: Tensor, placement: TensorPlacement | None) -> Tensor:
-    """Return this rank's local part of a global tensor, on the same device."""
-    return tensor if placement is None else placement.slice_of(tensor, _own_rank(placement))
-
-
-def own_parts(tensors: Sequence[Tensor], originals: Sequence[OriginalParam]) -> list[Tensor]:
-    """Return the local parts of the global tensors of several originals."""
-    return [own_part(t, original.placement) for t, original in zip(tensors, originals, strict=True)]
-
-
-def joined(local: Tensor, placement: TensorPlacement | None) -> Tensor:
-    """Return the global tensor, gathered from the local parts on the device."""
-    if placement is None or placement.dim is None:
-        return local
-    return AxisComm(placement.mesh).all_gather(local, placement.dim)
-
-
-def all_joined(local: Sequence[Tensor], originals: Iterable[OriginalParam]) -> list[Tensor]:
-    """Return the global tensors of several originals, gathered from the local parts."""
-    return [joined(t, original.placement) for t, original in zip(local, originals, strict=True)]
-
-
-def is_first(originals: Iterable[OriginalParam]) -> bool:
-    """Return whether this rank is the first along the originals' tensor-parallel axes."""
-    placements = (original.placement for original in originals)
-    return all(each is None or _own_rank(each) == 0 for each in placements)
-
-
-def is_expert(originals: Iterable[OriginalParam]) -> bool:
-    """Return whether ranks along an axis of the mesh hold different experts of these, of which
-    either all or none are cut."""
-    return any(is_part_of_experts(original.placement) for original in originals)
-
-
-def _own_rank(placement: TensorPlacement) -> int:
-    return placement.mesh.local_rank(ops.rank())
 
 
 def cut_shard(tensors: Sequence[Tensor], layout: ShardLayout, rank: int) -> Tensor:

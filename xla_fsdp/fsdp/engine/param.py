@@ -14,22 +14,201 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from xla_fsdp.distributed.collectives import Collectives
+from xla_fsdp.distributed.mesh import Mesh
+from xla_fsdp.distributed.mesh_axis import AxisComm
+from xla_fsdp.distributed.placement import TensorPlacement, placed_params
 from xla_fsdp.distributed.shard_layout import ShardLayout, join_name
-from xla_fsdp.fsdp.engine.packing import cut_shard, is_expert, packing_of
-from xla_fsdp.fsdp.engine.param_guards import held_shape
-from xla_fsdp.fsdp.engine.slots import (
-    ModuleAttr,
-    OriginalParam,
-    ParamSlots,
-    name_in_state_dicts,
-    print_without,
-)
+from xla_fsdp.fsdp.engine.packing import cut_shard, packing_of
 from xla_fsdp.xla import ops
+
+# ---------------------------------------------------------------- attributes of modules
+
+
+class ModuleAttr:
+    """An attribute of a module that holds a parameter.
+
+    References the module weakly: the module references the unit, and the unit references this.
+    """
+
+    def __init__(self, module: nn.Module, attribute: str) -> None:
+        self._module = weakref.ref(module)
+        self.attribute = attribute
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, ModuleAttr) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleAttr, (self._module(), self.attribute)
+
+    @property
+    def _key(self) -> tuple[int, str]:
+        return id(self._module()), self.attribute
+
+    @property
+    def module(self) -> nn.Module:
+        """The module; an empty one after it was freed, as a backward pass may outlive its model."""
+        return self._module() or nn.Module()
+
+    def point_at(self, tensor: Tensor) -> None:
+        """Set the attribute to ``tensor``."""
+        module = self.module
+        # nn.Module.__setattr__ would refuse a tensor that is no nn.Parameter.
+        module._parameters[self.attribute] = tensor  # type: ignore[assignment]
+        # A parametrization that a forward puts on and takes off, as PEFT's, leaves it as a buffer.
+        module._buffers.pop(self.attribute, None)
+        _refresh_rnn_weights(module)
+
+    def remove(self) -> None:
+        """Remove the attribute from the module."""
+        module = self.module
+        module._parameters.pop(self.attribute, None)
+        _refresh_rnn_weights(module)
+
+    def holds(self, tensor: Tensor | None) -> bool:
+        """Return whether the attribute is ``tensor``; True if the module was freed."""
+        module = self._module()
+        return module is None or module._parameters.get(self.attribute) is tensor
+
+
+@dataclass(frozen=True)
+class OriginalParam:
+    """A parameter of the model before sharding.
+
+    Args:
+        names: its names in the unit; the first is canonical, the others are ties.
+        shape: unsharded shape; of the local tensor under tensor parallelism.
+        owners: the attributes that hold it.
+        parts: for each name, the number of the unit's module that has it; empty if all are in the
+            first module.
+        placement: how tensor parallelism shards it.
+    """
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    owners: tuple[ModuleAttr, ...]
+    parts: tuple[int, ...] = ()
+    placement: TensorPlacement | None = None
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Shape of the global parameter."""
+        return self.shape if self.placement is None else torch.Size(self.placement.shape)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks along a tensor-parallel axis hold different parts."""
+        return self.placement is not None and self.placement.dim is not None
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether ranks along an axis of the mesh hold different experts of it."""
+        return self.placement is not None and self.placement.is_of_experts
+
+
+def _refresh_rnn_weights(module: nn.Module) -> None:
+    """Update the list of parameters that recurrent layers compute with."""
+    if isinstance(module, nn.RNNBase):
+        # In place: a checkpoint restores the attributes that modules had before a forward.
+        names = module._flat_weights_names
+        module._flat_weights[:] = [module._parameters.get(name) for name in names]
+
+
+@dataclass(frozen=True)
+class StackPart:
+    """Slice ``number`` of a stack of shards.
+
+    Args:
+        number: of the slice.
+        length: of the stack.
+        shape: of the shard. A stack has other dims where shards are vectors of whole rows: on a
+            TPU, vectors that are stacked lie across each other, and a slice would be laid out anew.
+    """
+
+    number: int
+    length: int
+    shape: torch.Size
+
+
+class ParamSlots:
+    """Sets the module attributes of one shard's originals.
+
+    Nested units may share a parameter and be unsharded at the same time. An attribute therefore
+    holds the tensor of the latest ``show`` without ``hide``, or the leaf if there is none.
+
+    Args:
+        shard: the leaf.
+        registered: whether attributes hold the leaf while nothing is shown; False for a flat
+            shard, whose originals are no attributes then.
+
+    Attributes:
+        part: slice of the leaf that is the shard, if the leaf is a stack. Only the attributes of
+            slice 0 hold the stack.
+        users: number of units that have the parameter.
+    """
+
+    def __init__(self, shard: nn.Parameter, *, registered: bool) -> None:
+        self.shard = shard
+        self.part: StackPart | None = None
+        self.users = 0
+        self._registered = registered
+        self._shown: list[tuple[ModuleAttr, Tensor]] = []
+
+    def stack(self, leaf: nn.Parameter, part: StackPart) -> None:
+        """Replace the shard by slice ``part`` of the stack ``leaf``."""
+        self.shard, self.part = leaf, part
+        self._registered = part.number == 0
+
+    def show(self, owner: ModuleAttr, tensor: Tensor, *, idle: bool) -> None:
+        """Let ``owner`` hold ``tensor``. If ``idle``, no forward is about to use it, and what other
+        units show takes precedence."""
+        if idle and self._shown:
+            self._shown.insert(0, (owner, tensor))
+            self.refresh(owner)
+        else:
+            self._shown.append((owner, tensor))
+            owner.point_at(tensor)
+
+    def hide(self, owner: ModuleAttr, tensor: Tensor) -> None:
+        """Undo the latest ``show`` of these arguments."""
+        for index in reversed(range(len(self._shown))):
+            if self._shown[index][1] is tensor and self._shown[index][0] == owner:
+                del self._shown[index]
+                break
+        self.refresh(owner)
+
+    def is_held_by(self, owner: ModuleAttr) -> bool:
+        """Return whether ``owner`` holds what it should."""
+        return owner.holds(self._held_by(owner))
+
+    def refresh(self, owner: ModuleAttr) -> None:
+        """Set the attribute of ``owner`` to what it should hold, or remove it."""
+        tensor = self._held_by(owner)
+        if tensor is None:
+            owner.remove()
+        else:
+            owner.point_at(tensor)
+
+    def _held_by(self, owner: ModuleAttr) -> Tensor | None:
+        """Return the tensor that ``owner`` should hold; None if it should have no attribute."""
+        for shown, tensor in reversed(self._shown):
+            if shown == owner:
+                return tensor
+        return self.shard if self._registered else None
+
+
+# ---------------------------------------------------------------- the parameter
 
 
 class _Made(threading.local):  # thread-local, as ranks on CPU are threads of one process
@@ -56,6 +235,7 @@ class FSDPParam:
 
     Attributes:
         is_expert: whether ranks along an axis of the mesh hold different experts of it.
+        number: of the parameter, the same on all ranks of the job; 0 if not all have it.
         unit: name of the unit, as far out as there are units.
     """
 
@@ -74,10 +254,10 @@ class FSDPParam:
     ) -> None:
         self.key = key
         _made.count += 1
-        self._number = _made.count if everywhere else 0
+        self.number = _made.count if everywhere else 0
         self.unit = ""
         self.originals = tuple(originals)
-        self.is_expert = is_expert(originals)
+        self.is_expert = self.originals[0].is_expert  # as are all that are joined
         self.packing = packing_of(tuple(original.shape for original in originals), layout, dim)
         self.compute_dtype = compute_dtype
         self.slots = slots or ParamSlots(shard, registered=home is None)
@@ -107,17 +287,9 @@ class FSDPParam:
         """The attributes of modules that hold the originals."""
         return [owner for original in self.originals for owner in original.owners]
 
-    def expect_on_all_ranks(self, what: str) -> None:
-        """Tell CPU ranks that every one of them traces ``what`` of this parameter now.
-
-        Buckets of other parameters may have the same size, so that the sizes of collectives do not
-        show that one rank runs another layer, or has a gradient of another parameter.
-        """
-        if self._number:
-            ops.runtime().expect_on_all_ranks(lambda: f"{what} of {self._told()}")
-
-    def _told(self) -> str:
-        return f"{join_name(self.unit, self.key)} (sharded parameter {self._number})"
+    def with_name(self, what: str) -> str:
+        """Return ``what`` is done to the parameter, with its name, for errors of CPU ranks."""
+        return f"{what} of {join_name(self.unit, self.key)} (sharded parameter {self.number})"
 
     @property
     def leaf(self) -> nn.Parameter:
@@ -130,6 +302,13 @@ class FSDPParam:
         leaf = self.slots.shard
         if getattr(type(leaf), "waits_for_values", False):
             leaf.finalize()  # type: ignore[attr-defined]
+
+    @property
+    def version(self) -> int:
+        """How often the leaf was changed in place; 0 in inference mode, which counts no changes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            leaf = self.leaf
+            return 0 if leaf.is_inference() else leaf._version
 
     @property
     def shard(self) -> Tensor:
@@ -183,6 +362,12 @@ class FSDPParam:
             return self.packing.from_rows(rows, *length)
         shape = held_shape(self.slots.shard)[1:] if length else self.shard_shape
         return ops.shaped(rows, (*length, *shape))
+
+    def as_grad(self, mean: Tensor, *length: int) -> Tensor:
+        """Return a mean of gradients, as ``as_shard`` does, in the shard's dtype."""
+        if (part := self.slots.part) is not None and not length:
+            note_grads(self.slots.shard, [part.number])
+        return self.as_shard(mean.to(self.slots.shard.dtype), *length)
 
     def is_cut_like(self, other: FSDPParam | None) -> bool:
         """Return whether shards of both have the same elements of parameters of the same shapes."""
@@ -260,7 +445,142 @@ class FSDPParam:
             )
 
 
+# ---------------------------------------------------------------- parts of tensor parallelism
+
+
+def own_part(tensor: Tensor, placement: TensorPlacement | None) -> Tensor:
+    """Return this rank's local part of a global tensor, on the same device."""
+    return tensor if placement is None else placement.slice_of(tensor, _own_rank(placement))
+
+
+def own_parts(tensors: Sequence[Tensor], originals: Sequence[OriginalParam]) -> list[Tensor]:
+    """Return the local parts of the global tensors of several originals."""
+    return [own_part(t, original.placement) for t, original in zip(tensors, originals, strict=True)]
+
+
+def joined(local: Tensor, placement: TensorPlacement | None) -> Tensor:
+    """Return the global tensor, gathered from the local parts on the device."""
+    if placement is None or placement.dim is None:
+        return local
+    return AxisComm(placement.mesh).all_gather(local, placement.dim)
+
+
+def all_joined(local: Sequence[Tensor], originals: Iterable[OriginalParam]) -> list[Tensor]:
+    """Return the global tensors of several originals, gathered from the local parts."""
+    return [joined(t, original.placement) for t, original in zip(local, originals, strict=True)]
+
+
+def is_first(originals: Iterable[OriginalParam]) -> bool:
+    """Return whether this rank is the first along the originals' tensor-parallel axes."""
+    placements = (original.placement for original in originals)
+    return all(each is None or _own_rank(each) == 0 for each in placements)
+
+
+def _own_rank(placement: TensorPlacement) -> int:
+    return placement.mesh.local_rank(ops.rank())
+
+
+# ---------------------------------------------------------------- modules that lack a parameter
+
+
+def name_in_state_dicts(owner: ModuleAttr, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Let the state dict of a module alone, inside a unit, name a parameter that was flattened, by
+    a tensor on the meta device: PEFT asks each module for its names, and looks up the values in the
+    full state dict. ``drop_names`` removes them from state dicts of units."""
+    hook = partial(_add_name, name=owner.attribute, shape=shape, dtype=dtype)
+    owner.module.register_state_dict_post_hook(hook)
+
+
+def _add_name(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    *,
+    name: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> None:
+    if prefix + name not in state:
+        state[prefix + name] = named = torch.empty(shape, dtype=dtype, device="meta")
+        named.only_names_a_part = True  # type: ignore[attr-defined]
+
+
+def drop_names(state: dict[str, Any], prefix: str) -> None:
+    """Remove what ``name_in_state_dicts`` has added below a unit."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        if hasattr(state[key], "only_names_a_part"):
+            del state[key]
+
+
+class _ExtraRepr:
+    """``extra_repr`` of a module that lacks parameters: they are there for it, without values."""
+
+    def __init__(self) -> None:
+        self.lacking: list[tuple[ModuleAttr, torch.Size]] = []
+
+    def __call__(self) -> str:
+        module = self.lacking[0][0].module
+        absent = [each for each in self.lacking if each[0].attribute not in module._parameters]
+        for owner, shape in absent:
+            owner.point_at(torch.empty(shape, device="meta"))
+        try:
+            return type(module).extra_repr(module)
+        finally:
+            for owner, _ in absent:
+                owner.remove()
+
+
+def print_without(original: OriginalParam) -> None:
+    """Let the modules of a parameter be printed while a flat shard or a stack has it for them:
+    layers ask for their biases then, and PEFT prints the layers that it has adapted."""
+    for owner in original.owners:
+        module = owner.module
+        if not isinstance(module.__dict__.get("extra_repr"), _ExtraRepr):
+            module.__dict__["extra_repr"] = _ExtraRepr()
+        module.__dict__["extra_repr"].lacking.append((owner, original.shape))
+
+
+# ---------------------------------------------------------------- what is known of a tensor
+
+
+def held_shape(param: Tensor) -> torch.Size:
+    """Return the shape of what this rank holds of a parameter: that of its data, not that of the
+    whole parameter, which shards answer outside of optimizers' steps."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.shape
+
+
+def held_bytes(param: Tensor) -> int:
+    """Return the bytes of what this rank holds of a parameter."""
+    return held_shape(param).numel() * param.dtype.itemsize
+
+
+# Keys are tensors of one rank's model, so that ranks that are threads of one process share no
+# entry.
 _param_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_group_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_unsharded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_with_grads: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+class _Gather(Protocol):
+    def as_stored(self, params: Any, shards: Sequence[Tensor]) -> list[Tensor]: ...
+
+
+class KnownGroup(Protocol):
+    """The part of ``FSDPParamGroup`` used here; importing the class would be circular."""
+
+    @property
+    def collectives(self) -> Collectives: ...
+    def collectives_of(self, param: Any) -> Collectives: ...
+    def mesh_of(self, param: Any) -> Mesh: ...
+    @property
+    def gather(self) -> _Gather: ...
+    @property
+    def has_unreduced(self) -> bool: ...
+    @property
+    def steps_in_backward(self) -> bool: ...
 
 
 def remember(param: FSDPParam, tensors: Iterable[Tensor]) -> None:
@@ -273,3 +593,63 @@ def known_shard(tensor: Tensor) -> FSDPParam | None:
     """Return the parameter that has replaced ``tensor``, or None."""
     reference = _param_of.get(tensor)
     return reference() if reference is not None else None
+
+
+def remember_group(group: KnownGroup, shards: Iterable[Tensor]) -> None:
+    """Register ``group`` as the one that gathers ``shards``, unless another unit's group does."""
+    for shard in shards:
+        if known_group(shard) is None:
+            _group_of[shard] = weakref.ref(group)
+
+
+def known_group(shard: Tensor) -> KnownGroup | None:
+    """Return the group that gathers ``shard``, or None."""
+    reference = _group_of.get(shard)
+    return reference() if reference is not None else None
+
+
+def owners_of_grads(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parameter of each gradient, if ranks may hold different parts of it; else the
+    tensor itself."""
+    # Looked up only here, so that accumulating gradients costs nothing. list() of a dict is atomic:
+    # other threads may add to it.
+    live = [reference() for reference in list(_group_of.data)]
+    owners = {
+        id(param.grad): param
+        for param in [*(each for each in live if each is not None), *placed_params()]
+        if param.grad is not None
+    }
+    return [owners.get(id(grad), grad) for grad in grads]
+
+
+def note_grads(stack: Tensor, numbers: Iterable[int]) -> None:
+    """Note that these slices of a stack of shards have got a gradient."""
+    _with_grads.setdefault(stack, set()).update(numbers)
+
+
+def slices_without_grads(stack: Tensor, length: int) -> list[int]:
+    """Return the slices that got no gradient since the last step, although others did; and begin
+    anew.
+
+    A stack has one gradient and is stepped as one. A slice of zeros in it would be decayed, and
+    moved by its momentum, where torch leaves a parameter without a gradient as it is.
+    """
+    noted = _with_grads.pop(stack, None)
+    return [number for number in range(length) if number not in noted] if noted else []
+
+
+def register_unsharded_views(unsharded: Iterable[Tensor]) -> None:
+    """Register unsharded parameters that ``parameters()`` returns in place of shards."""
+    for tensor in unsharded:
+        _unsharded[tensor] = True
+
+
+def refuse_shown(params: Iterable[Tensor], function: str) -> None:
+    """Raise RuntimeError if ``function`` was given unsharded parameters in place of shards."""
+    if any(param in _unsharded for param in params):
+        raise RuntimeError(
+            f"{function} was given full parameters, which units show after unshard() or with "
+            f"set_reshard_after_backward(False); the gradients are those of the shards. Call "
+            f"model.clip_grad_norm_(max_norm) on the outermost sharded module, or reshard() of "
+            f"these units before model.parameters()"
+        )

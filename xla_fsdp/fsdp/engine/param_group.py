@@ -3,11 +3,14 @@
 Invariants: the modules hold shards unless there are ``unsharded`` tensors. Parameters gathered
 before their shards changed are not used for a later forward or backward. Gradients are averaged
 over the ranks (reduce-scattered over those that share the parameters, then all-reduced over
-replicas), and have the dtype of the shard.
+replicas), and have the dtype of the shard. Nothing references an unsharded parameter strongly once
+the modules hold shards again, so that its memory is freed, unless the user holds its ``data`` or
+``detach()``, which keep the value.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,15 +20,13 @@ from torch import Tensor, nn
 
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, SmallerGroups
 from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
-from xla_fsdp.fsdp.engine.all_gather import AllGather
+from xla_fsdp.distributed.pytree import map_tensors
+from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.packing import is_first
-from xla_fsdp.fsdp.engine.param import FSDPParam, remember
-from xla_fsdp.fsdp.engine.param_guards import Reshard, package_code, reopen
-from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets, ReduceScatter
-from xla_fsdp.fsdp.engine.registry import remember_group
+from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, is_first, remember, remember_group
+from xla_fsdp.fsdp.engine.param_guards import Reads, name_of, package_code, read_by, without_values
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
-from xla_fsdp.fsdp.engine.slots import OriginalParam
+from xla_fsdp.fsdp.engine.unit_collectives import AllGather, ReducedBuckets, ReduceScatter
 from xla_fsdp.xla import ops
 
 
@@ -102,8 +103,7 @@ class FSDPParamGroup:
         self._prefetched_versions: Sequence[int] = ()
         self._unreduced: dict[int, Tensor] = {}  # unsharded gradients, by original parameter
         self._not_all_reduced: ReducedBuckets = {}  # reduce-scattered, not summed over replicas
-        for param in self.params:
-            remember_group(param.leaf, self)
+        remember_group(self, self.leaves)
 
     def __repr__(self) -> str:
         held = f"{len(self.params)} parameters of {self.collectives.num_shards} ranks"
@@ -124,7 +124,7 @@ class FSDPParamGroup:
             # A stack is registered once, for its first slice.
             if param.slots.part is None or param.slots.part.number == 0:
                 remember(param, [param.leaf])
-                remember_group(param.leaf, self)
+                remember_group(self, [param.leaf])
 
     def replay_facts(self) -> tuple[Any, ...]:
         """Return what a traced step depends on besides tensors."""
@@ -163,7 +163,7 @@ class FSDPParamGroup:
     @property
     def versions(self) -> list[int]:
         """How often each shard was changed in place."""
-        return [0 if leaf.is_inference() else leaf._version for leaf in self.leaves]
+        return [param.version for param in self.params]
 
     @property
     def originals(self) -> list[OriginalParam]:
@@ -225,13 +225,13 @@ class FSDPParamGroup:
         """
         if self.unsharded:
             self.to_sharded()
+        _reopen(unsharded)
         for param in self.params:  # check all before any module changes
             param.check_owners()
         at = 0
         for param in self.params:
             param.to_unsharded(unsharded[at : at + len(param.originals)], idle=idle)
             at += len(param.originals)
-        reopen(unsharded)
         self.unsharded, self._revokes, self._prefetched = list(unsharded), revokes, None
         self.unsharded_versions = self.versions if versions is None else versions
         for change in self.at_unshard:
@@ -249,7 +249,6 @@ class FSDPParamGroup:
 
     # ------------------------------------------------------------ all-gather
 
-    @package_code()  # a backward pass inside of a forward gathers, too
     def unshard(
         self, before: Sequence[Tensor], *, again: bool, to_post_forward_shards: bool
     ) -> Unsharded:
@@ -260,20 +259,19 @@ class FSDPParamGroup:
             again: whether the program has gathered the same shards already.
             to_post_forward_shards: gather larger shards first, and the parameters from these.
         """
-        packed = self.gather.pack(before, again=again)
         if not to_post_forward_shards:
-            return Unsharded(self.gather.unshard(packed))
-        larger = self.gather.gather_larger(packed)
+            return Unsharded(self.gather.unshard(before, again=again))
+        larger = self.gather.gather_larger(before, again=again)
         return Unsharded(self.gather.unshard_larger(larger), larger)
 
-    @package_code()
+    @package_code()  # a backward pass inside of a forward gathers, too
     def unshard_again(
         self, before: Sequence[Tensor], post_forward_shards: Sequence[Tensor]
     ) -> list[Tensor]:
         """Gather the parameters for backward once ``before`` are computed, from
         ``post_forward_shards`` unless that is empty."""
         if not post_forward_shards:
-            return self.gather.unshard(self.gather.pack(before, again=True))
+            return self.gather.unshard(before, again=True)
         own = [tensor.detach().clone() for tensor in post_forward_shards]
         return self.gather.unshard_larger(ops.barrier_after_(before, own))
 
@@ -318,24 +316,23 @@ class FSDPParamGroup:
 
     def reduce(
         self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
-    ) -> Reduced:
-        """Return averaged gradients of the shards, with unreduced gradients of earlier passes.
+    ) -> Reduced | None:
+        """Return averaged gradients of the shards, with unreduced gradients of earlier passes; None
+        while ``waits_for_replicas``, which a later call will sum over.
 
-        A parameter gets None if no original of it has a gradient, as in an unsharded model. All do
-        while ``waits_for_replicas``.
+        A parameter gets None if no original of it has a gradient, as in an unsharded model.
 
         Args:
             grads: unsharded gradients, one for each original parameter.
             early: gradients of other parameters that were reduce-scattered before.
         """
-        reduction = self.reduction
+        reduction, waits = self.reduction, self.waits_for_replicas
         sums = reduction.scatter(self._with_unreduced(grads))
         for more in (early, self._not_all_reduced):
             sums = reduction.add(more, sums) if more else sums
-        self._not_all_reduced = {}
-        if self.waits_for_replicas:
-            self._not_all_reduced = sums
-            return Reduced([None] * len(self.params), [])
+        self._not_all_reduced = sums if waits else {}
+        if waits:
+            return None
         sums = reduction.sum_replicas(sums)
         return Reduced(reduction.finish(sums), list(sums.values()))
 
@@ -403,6 +400,176 @@ class FSDPParamGroup:
             if grad is not None:
                 found[at] = found[at] + grad if at in found else grad
         return found
+
+
+# ---------------------------------------------------------------- names in a model
+
+
+@dataclass(frozen=True)
+class NamedShard:
+    """A sharded parameter, its group, and the names of its unit's modules in a model, which are
+    those before wrapping.
+
+    Args:
+        prefixes: for each module of the unit, its names; empty if it is not in the model.
+        param: the parameter.
+        group: gathers the parameter.
+    """
+
+    prefixes: tuple[Sequence[str], ...]
+    param: FSDPParam
+    group: FSDPParamGroup
+
+    @property
+    def key(self) -> str:
+        """Name of the shard in a sharded state dict."""
+        if self.param.is_flat:
+            return join_name(self.prefixes[0][0], self.param.key)
+        return self.names[0]
+
+    @property
+    def names(self) -> list[str]:
+        """The canonical name of each original."""
+        return [self.names_of(original)[0] for original in self.param.originals]
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process among those that share the parameter."""
+        return self.group.collectives_of(self.param).rank
+
+    def is_of(self, rank: int) -> bool:
+        """Return whether this process is ``rank`` in the first replica and the first of its
+        tensor-parallel group."""
+        return (
+            self.rank == rank and self.group.replicas.rank == 0 and is_first(self.param.originals)
+        )
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether every original has a name in the model."""
+        return all(self.names_of(original) for original in self.param.originals)
+
+    def names_of(self, original: OriginalParam) -> list[str]:
+        """Return every name of an original, the canonical one first."""
+        parts = original.parts or (0,) * len(original.names)
+        return [
+            join_name(prefix, name)
+            for part, name in zip(parts, original.names, strict=True)
+            for prefix in self.prefixes[part]
+        ]
+
+
+# ---------------------------------------------------------------- unsharded, after reshard
+
+
+class Reshard:
+    """One time at which the modules of a unit let go of unsharded parameters.
+
+    Args:
+        group: their group; referenced weakly.
+        versions: of the shards that the parameters were gathered from.
+        freed: whether the parameters have lost their values.
+    """
+
+    def __init__(self, group: FSDPParamGroup, versions: Sequence[int], *, freed: bool) -> None:
+        self._group = weakref.ref(group)
+        self._versions = versions
+        self._freed = freed
+
+    def take(self, tensor: Tensor, index: int, *, is_view: bool = False) -> None:
+        """Turn original parameter ``index``, or a view of it, into a ``ReshardedParam``."""
+        handle: Any = tensor
+        handle._reshard, handle._index, handle._views = self, index, is_view
+        handle.__class__ = ReshardedParam
+
+    def take_all(self, unsharded: Sequence[Tensor]) -> None:
+        """Turn all original parameters of the group into ``ReshardedParam``s."""
+        for index, tensor in enumerate(unsharded):
+            self.take(tensor, index)
+
+    def base_of(self, handle: ReshardedParam, func: Any) -> Tensor | None:
+        """Return the parameter that the modules hold now in the place of ``handle``; None if they
+        hold shards, and the values of ``handle`` are still those of the shards.
+
+        Raises:
+            RuntimeError: if these values are gone.
+        """
+        group = self._group()
+        if group is not None and group.unsharded:
+            return group.unsharded[handle._index]
+        if group is not None and not self._freed and group.versions == self._versions:
+            return None
+        raise RuntimeError(
+            f"{self.name(handle._index)} was used (by {name_of(func)}) while its FSDP unit is "
+            f"sharded, so its full values are not there: they are in the unit's own forward and "
+            f"in its backward. Use them there, also in a method that "
+            f"register_fsdp_forward_method knows; or return them, or what is computed from them, "
+            f"as an output of the unit's forward; or set reshard_after_forward=False for the unit; "
+            f"or call it inside summon_full_params"
+        )
+
+    def shape_of(self, handle: ReshardedParam) -> Tensor:
+        """Return a tensor without values that has the shape that ``handle`` had."""
+        group = self._group()
+        if group is None or not self._freed:
+            return handle
+        shape = group.originals[handle._index].shape
+        return handle._like(without_values(shape, handle.dtype))
+
+    def name(self, index: int) -> str:
+        """Return the name of original parameter ``index``."""
+        group = self._group()
+        return "a parameter of a freed model" if group is None else group.originals[index].names[0]
+
+
+class ReshardedParam(Tensor):
+    """An unsharded parameter, or a view of one, after its unit has resharded, that somebody still
+    holds: an autograd function in its ``ctx``, a hook, an object of the user.
+
+    Torch functions compute with the parameter that the modules hold by then, such as the one
+    gathered for backward, or raise.
+    """
+
+    _reshard: Reshard
+    _index: int  # of the original parameter
+    _views: bool  # whether it is a view of the parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if name_of(func) == "__repr__":
+            return f"ReshardedParam({args[0]._reshard.name(args[0]._index)})"
+        reads = read_by(func, args, cls)
+        with torch._C.DisableTorchFunctionSubclass():
+            if reads is Reads.VALUES:
+                found = _replaced(args, kwargs, lambda each: each._current(func))
+            elif reads is Reads.SHAPE:
+                found = _replaced(args, kwargs, lambda each: each._reshard.shape_of(each))
+            else:
+                found = args, kwargs or {}
+            return func(*found[0], **found[1])
+
+    def _current(self, func: Any) -> Tensor:
+        base = self._reshard.base_of(self, func)
+        return self if base is None else self._like(base)
+
+    def _like(self, base: Tensor) -> Tensor:
+        # The strides of an XLA tensor do not describe its views; the recorded view ops do.
+        return self._view_func_unsafe(base) if self._views else base
+
+
+def _reopen(tensors: Sequence[Tensor]) -> None:
+    """Make tensors common ones again that modules hold once more."""
+    for tensor in tensors:
+        if type(tensor) is ReshardedParam:
+            tensor.__class__ = Tensor  # type: ignore[assignment]
+
+
+def _replaced(args: Any, kwargs: Any, fn: Callable[[ReshardedParam], Tensor]) -> tuple[Any, Any]:
+    return map_tensors(
+        lambda each: fn(each) if isinstance(each, ReshardedParam) else each, (args, kwargs or {})
+    )
 
 
 # ---------------------------------------------------------------- stepping in backward

@@ -1,34 +1,23 @@
-"""Torch functions called with a parameter whose full value is not there.
+"""Torch functions called with shards, in code of the user that means the full parameter.
 
-Such a tensor is a shard in code of the user, which means the full parameter; or a
-``ReshardedParam``, an unsharded parameter that somebody still holds (an autograd function in its
-``ctx``, a hook, an object of the user) after the modules hold shards again. A function that
-computes with a shard's values raises; outside of forwards only one that mixes elements, as shards
-may be stepped and averaged. With a ``ReshardedParam`` it computes with the parameter that the
-modules hold by then, such as the one gathered for backward, or raises.
+A function that computes with a shard's values in a forward raises; outside of forwards only one
+that mixes elements, as shards may be stepped and averaged.
 
-Invariants: nothing here references an unsharded parameter strongly, so that its memory is freed,
-unless the user holds its ``data`` or ``detach()``, which keep the value.
-In optimizers and backward passes, torch functions called with shards run no code of this file but
-one look-up.
+Invariants: in optimizers and backward passes, torch functions called with shards run no code of
+this file but one look-up.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from xla_fsdp.distributed.pytree import map_tensors
-from xla_fsdp.xla import ops
 
 # ---------------------------------------------------------------- what functions read
 
@@ -84,18 +73,6 @@ def name_of(func: Any) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(func.__self__, "__name__", name)
     return name
-
-
-def held_shape(param: Tensor) -> torch.Size:
-    """Return the shape of what this rank holds of a parameter: that of its data, not that of the
-    whole parameter, which shards answer outside of optimizers' steps."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return param.shape
-
-
-def held_bytes(param: Tensor) -> int:
-    """Return the bytes of what this rank holds of a parameter."""
-    return held_shape(param).numel() * param.dtype.itemsize
 
 
 def without_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -155,22 +132,31 @@ class Code(Enum):
     PACKAGE = auto()  # this package's, or an optimizer's step
 
 
-class _Thread(threading.local):
+class Thread(threading.local):
+    """What the calling thread does.
+
+    Attributes:
+        runs: what code.
+        units: those whose forward runs, outermost first.
+        before_steps: ``runs`` before each optimizer step.
+    """
+
     def __init__(self) -> None:
         self.runs = Code.OUTSIDE
-        self.before_steps: list[Code] = []  # ``runs`` before each optimizer step
+        self.units: list[Any] = []
+        self.before_steps: list[Code] = []
 
 
-_thread = _Thread()
+this_thread = Thread()
 
 
 @contextmanager
 def _running(code: Code) -> Iterator[None]:
-    before, _thread.runs = _thread.runs, code
+    before, this_thread.runs = this_thread.runs, code
     try:
         yield
     finally:
-        _thread.runs = before
+        this_thread.runs = before
 
 
 package_code = functools.partial(_running, Code.PACKAGE)
@@ -180,22 +166,34 @@ forward_code = functools.partial(_running, Code.FORWARD)
 
 
 @contextmanager
+def running(unit: Any) -> Iterator[None]:
+    """Run the forward of a user's module, of which ``unit`` has the parameters."""
+    before, this_thread.runs = this_thread.runs, Code.FORWARD
+    this_thread.units.append(unit)
+    try:
+        yield
+    finally:
+        this_thread.runs = before
+        this_thread.units.remove(unit)
+
+
+@contextmanager
 def with_shards() -> Iterator[None]:
     """Let the block compute with shards, except in the forward of a user's module."""
-    with _running(Code.FORWARD if _thread.runs is Code.FORWARD else Code.PACKAGE):
+    with _running(Code.FORWARD if this_thread.runs is Code.FORWARD else Code.PACKAGE):
         yield
 
 
 def begin_step() -> None:
     """Let an optimizer compute with shards, also one that steps in a forward (of a module whose
     forward is a training step)."""
-    _thread.before_steps.append(_thread.runs)
-    _thread.runs = Code.PACKAGE
+    this_thread.before_steps.append(this_thread.runs)
+    this_thread.runs = Code.PACKAGE
 
 
 def end_step() -> None:
     """Undo the latest ``begin_step``. After a step that raised, leaving the forward does so."""
-    _thread.runs = _thread.before_steps.pop()
+    this_thread.runs = this_thread.before_steps.pop()
 
 
 class GuardedShard:
@@ -203,154 +201,8 @@ class GuardedShard:
     ``_fsdp_in_forward``, outside its ``_fsdp_outside``, and elsewhere torch's own."""
 
     def __get__(self, shard: Any, kind: Any) -> Any:
-        if _thread.runs is Code.FORWARD:
+        if this_thread.runs is Code.FORWARD:
             return kind._fsdp_in_forward
-        if _thread.runs is Code.OUTSIDE and torch._C._current_graph_task_id() == -1:
+        if this_thread.runs is Code.OUTSIDE and torch._C._current_graph_task_id() == -1:
             return kind._fsdp_outside
         return torch._C._disabled_torch_function_impl
-
-
-# ---------------------------------------------------------------- unsharded, after reshard
-
-
-class Group(Protocol):
-    """The part of ``FSDPParamGroup`` used here."""
-
-    unsharded: Sequence[Tensor]
-
-    @property
-    def versions(self) -> list[int]: ...
-    @property
-    def originals(self) -> list[Any]: ...
-
-
-class Dummies:
-    """The data of freed parameters, by dtype.
-
-    Code below torch functions could still read it: its shape hardly broadcasts, and NaN is seen in
-    any result.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._tensors: dict[torch.dtype, Tensor] = {}
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """Return the data for ``tensor``."""
-        if tensor.is_inference():  # not kept, as code that replaces live tensors expects none
-            with torch.inference_mode():
-                return self._made(tensor.dtype, self._device)
-        if tensor.dtype not in self._tensors:
-            # Not computed by a program: that of the first step would return it, and so be another
-            # one than that of the second.
-            self._tensors[tensor.dtype] = ops.upload(self._made(tensor.dtype, "cpu"), self._device)
-        return self._tensors[tensor.dtype]
-
-    def _made(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-        return torch.full((3, 5, 7, 11), value, dtype=dtype, device=device)
-
-
-class Reshard:
-    """One time at which the modules of a unit let go of unsharded parameters.
-
-    Args:
-        group: their group; referenced weakly.
-        versions: of the shards that the parameters were gathered from.
-        freed: whether the parameters have lost their values.
-    """
-
-    def __init__(self, group: Group, versions: Sequence[int], *, freed: bool) -> None:
-        self._group = weakref.ref(group)
-        self._versions = versions
-        self._freed = freed
-
-    def take(self, tensor: Tensor, index: int, *, is_view: bool = False) -> None:
-        """Turn original parameter ``index``, or a view of it, into a ``ReshardedParam``."""
-        handle: Any = tensor
-        handle._reshard, handle._index, handle._views = self, index, is_view
-        handle.__class__ = ReshardedParam
-
-    def take_all(self, unsharded: Sequence[Tensor]) -> None:
-        """Turn all original parameters of the group into ``ReshardedParam``s."""
-        for index, tensor in enumerate(unsharded):
-            self.take(tensor, index)
-
-    def base_of(self, handle: ReshardedParam, func: Any) -> Tensor | None:
-        """Return the parameter that the modules hold now in the place of ``handle``; None if they
-        hold shards, and the values of ``handle`` are still those of the shards.
-
-        Raises:
-            RuntimeError: if these values are gone.
-        """
-        group = self._group()
-        if group is not None and group.unsharded:
-            return group.unsharded[handle._index]
-        if group is not None and not self._freed and group.versions == self._versions:
-            return None
-        raise RuntimeError(
-            f"{self.name(handle._index)} was used (by {name_of(func)}) while its FSDP unit is "
-            f"sharded, so its full values are not there: they are in the unit's own forward and "
-            f"in its backward. Use them there, also in a method that "
-            f"register_fsdp_forward_method knows; or return them, or what is computed from them, "
-            f"as an output of the unit's forward; or set reshard_after_forward=False for the unit; "
-            f"or call it inside summon_full_params"
-        )
-
-    def shape_of(self, handle: ReshardedParam) -> Tensor:
-        """Return a tensor without values that has the shape that ``handle`` had."""
-        group = self._group()
-        if group is None or not self._freed:
-            return handle
-        shape = group.originals[handle._index].shape
-        return handle._like(without_values(shape, handle.dtype))
-
-    def name(self, index: int) -> str:
-        """Return the name of original parameter ``index``."""
-        group = self._group()
-        return "a parameter of a freed model" if group is None else group.originals[index].names[0]
-
-
-class ReshardedParam(Tensor):
-    """An unsharded parameter, or a view of one, after its unit has resharded."""
-
-    _reshard: Reshard
-    _index: int  # of the original parameter
-    _views: bool  # whether it is a view of the parameter
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if name_of(func) == "__repr__":
-            return f"ReshardedParam({args[0]._reshard.name(args[0]._index)})"
-        reads = read_by(func, args, cls)
-        with torch._C.DisableTorchFunctionSubclass():
-            if reads is Reads.VALUES:
-                found = _replaced(args, kwargs, lambda each: each._current(func))
-            elif reads is Reads.SHAPE:
-                found = _replaced(args, kwargs, lambda each: each._reshard.shape_of(each))
-            else:
-                found = args, kwargs or {}
-            return func(*found[0], **found[1])
-
-    def _current(self, func: Any) -> Tensor:
-        base = self._reshard.base_of(self, func)
-        return self if base is None else self._like(base)
-
-    def _like(self, base: Tensor) -> Tensor:
-        # The strides of an XLA tensor do not describe its views; the recorded view ops do.
-        return self._view_func_unsafe(base) if self._views else base
-
-
-def reopen(tensors: Sequence[Tensor]) -> None:
-    """Make tensors common ones again that modules hold once more."""
-    for tensor in tensors:
-        if type(tensor) is ReshardedParam:
-            tensor.__class__ = Tensor  # type: ignore[assignment]
-
-
-def _replaced(args: Any, kwargs: Any, fn: Callable[[ReshardedParam], Tensor]) -> tuple[Any, Any]:
-    return map_tensors(
-        lambda each: fn(each) if isinstance(each, ReshardedParam) else each, (args, kwargs or {})
-    )

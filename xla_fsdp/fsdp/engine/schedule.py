@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
-import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from xla_fsdp.fsdp.engine.param_guards import Dummies, forward_code
+from xla_fsdp.distributed.collectives import Bucket
+from xla_fsdp.fsdp.engine.param_guards import this_thread
 from xla_fsdp.fsdp.engine.scopes import backward_scopes, current_pass
 from xla_fsdp.xla import ops
 
@@ -42,34 +43,34 @@ class Deferred(Protocol):
     def drop(self) -> None: ...
 
 
-# ---------------------------------------------------------------- forwards that run
-
-
-class _Running(threading.local):
-    def __init__(self) -> None:
-        self.units: list[Any] = []  # outermost first
-
-
-_running = _Running()
-
-
-@contextlib.contextmanager
-def running(unit: Unit) -> Iterator[None]:
-    """Add ``unit`` to ``running_units()`` inside the block, which runs its forward."""
-    _running.units.append(unit)
-    try:
-        with forward_code():
-            yield
-    finally:
-        _running.units.remove(unit)
-
-
-def running_units() -> list[Any]:
-    """Return the units whose forward the calling thread is in, outermost first."""
-    return [*_running.units]
-
-
 # ---------------------------------------------------------------- the schedule
+
+
+class Dummies:
+    """The data of freed parameters, by dtype.
+
+    Code below torch functions could still read it: its shape hardly broadcasts, and NaN is seen in
+    any result.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: dict[torch.dtype, Tensor] = {}
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return the data for ``tensor``."""
+        if tensor.is_inference():  # not kept, as code that replaces live tensors expects none
+            with torch.inference_mode():
+                return self._made(tensor.dtype, self._device)
+        if tensor.dtype not in self._tensors:
+            # Not computed by a program: that of the first step would return it, and so be another
+            # one than that of the second.
+            self._tensors[tensor.dtype] = ops.upload(self._made(tensor.dtype, "cpu"), self._device)
+        return self._tensors[tensor.dtype]
+
+    def _made(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+        return torch.full((3, 5, 7, 11), value, dtype=dtype, device=device)
 
 
 class Schedule:
@@ -196,7 +197,7 @@ class Schedule:
 
     def end_forward(self, *, of_root: bool) -> None:
         """Clean up when the forward of a unit, or a loop in its place, has returned."""
-        if running_units():
+        if this_thread.units:
             return
         self._last[False] = []  # as live tensors they would become outputs of the program
         if of_root and current_pass() == -1:
@@ -206,7 +207,7 @@ class Schedule:
         """Clean up after passes that raised. Does nothing inside a backward pass."""
         if current_pass() != -1:
             return
-        if not running_units():
+        if not this_thread.units:
             self._last[False] = []
             self._free(-1)
         if self._passes:
@@ -283,23 +284,24 @@ class ScheduleLog:
         finally:
             self.unit = before
 
-    def sends(
-        self, what: str, sent: Tensor, numbers: Iterable[int] = (), params: Sequence[Any] = ()
-    ) -> Tensor:
-        """Tell of a collective, and return what it sends.
+    def sends(self, what: str, sent: Mapping[Bucket, Tensor], params: Sequence[Any] = ()) -> None:
+        """Tell of collectives, one for each bucket.
 
         Args:
-            what: its name.
-            sent: the tensor that it is given.
-            numbers: of those in ``params`` that are in it.
-            params: ``FSDPParam``s of the unit, if they are known.
+            what: their name.
+            sent: the tensor that each is given.
+            params: the ``FSDPParam``s that the numbers of the buckets are of, if they are known.
         """
         if _log.isEnabledFor(logging.DEBUG):
-            names = [params[at].key for at in numbers if params] or ["a part"]
-            of = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-            dtype = str(sent.dtype).removeprefix("torch.")
-            self._tell(f"{what} of {of}, {list(sent.shape)} {dtype}")
-        return sent
+            for bucket, tensor in sent.items():
+                names = [params[at].key for at in bucket.numbers if params] or ["a part"]
+                of = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+                self.sends_one(f"{what} of {of}", tensor)
+
+    def sends_one(self, what: str, sent: Tensor) -> None:
+        """Tell of one collective that is given ``sent``."""
+        if _log.isEnabledFor(logging.DEBUG):
+            self._tell(f"{what}, {list(sent.shape)} {str(sent.dtype).removeprefix('torch.')}")
 
     def frees(self, *, kept: bool) -> None:
         """Tell that modules hold shards again; ``kept`` if backward uses the parameters."""

@@ -17,8 +17,8 @@ from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.pytree import map_tensors, tensors_in
 from xla_fsdp.distributed.shard_layout import ShardLayout, rows_layout
-from xla_fsdp.fsdp.engine.packing import all_joined, cut_shard
-from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard
+from xla_fsdp.fsdp.engine.packing import cut_shard
+from xla_fsdp.fsdp.engine.param import FSDPParam, KnownGroup, all_joined, known_group, known_shard
 from xla_fsdp.fsdp.engine.param_guards import (
     COUNTS,
     GuardedShard,
@@ -29,7 +29,6 @@ from xla_fsdp.fsdp.engine.param_guards import (
     read_by,
     without_values,
 )
-from xla_fsdp.fsdp.engine.registry import KnownGroup, known_group
 from xla_fsdp.xla import ops
 
 if TYPE_CHECKING:
@@ -425,13 +424,12 @@ def _marked(result: Any, tensors: Sequence[Tensor]) -> Any:
         return _as_saved(result, tensors, ShardTensor) if is_part(first) else result
 
 
-def refuse_shards(tensors: Iterable[Tensor], use: str) -> None:
-    """Raise RuntimeError if one of ``tensors``, which a forward is given or returns, is a shard;
-    ``use`` says what was done with it."""
-    for tensor in tensors:
-        param = _param_behind(tensor) if isinstance(tensor, ShardView) else None
-        if param is not None:
-            raise _used_in_forward(param, use)
+def refuse_shard(shard: ShardView, use: str) -> None:
+    """Raise RuntimeError for a shard, if its parameter is known, that a forward is given or
+    returns; ``use`` says what was done with it."""
+    param = _param_behind(shard)
+    if param is not None:
+        raise _used_in_forward(param, use)
 
 
 def _param_behind(shard: Any) -> FSDPParam | None:

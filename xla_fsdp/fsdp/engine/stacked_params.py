@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_fsdp.fsdp.engine.named_params import NamedShard
-from xla_fsdp.fsdp.engine.param import FSDPParam, remember
-from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.param_guards import held_bytes, held_shape, package_code
-from xla_fsdp.fsdp.engine.registry import remember_group
+from xla_fsdp.fsdp.engine.param import (
+    FSDPParam,
+    StackPart,
+    held_bytes,
+    held_shape,
+    print_without,
+    remember,
+    remember_group,
+)
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, NamedShard
+from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like
-from xla_fsdp.fsdp.engine.slots import StackPart, print_without
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.host import to_host
 
@@ -84,7 +89,7 @@ def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
             for owner in original.owners:
                 param.slots.refresh(owner)
     remember(params[0], [stack])
-    remember_group(stack, group)
+    remember_group(group, [stack])
 
 
 def is_stack(tensor: Tensor) -> bool:
@@ -101,7 +106,7 @@ def slice_of(param: FSDPParam, group: FSDPParamGroup) -> Tensor:
         return param.leaf
     shard = part_of(param.leaf, param.slots.part)
     remember(param, [shard])
-    remember_group(shard, group)
+    remember_group(group, [shard])
     return shard
 
 

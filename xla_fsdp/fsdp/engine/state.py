@@ -44,13 +44,12 @@ from xla_fsdp.fsdp.engine.autograd import (
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
-from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.param_guards import Reshard, forward_code, package_code
-from xla_fsdp.fsdp.engine.reduce_scatter import ReducedBuckets
-from xla_fsdp.fsdp.engine.registry import register_unsharded_views
-from xla_fsdp.fsdp.engine.schedule import Schedule, ScheduleLog, running, running_units
+from xla_fsdp.fsdp.engine.param import register_unsharded_views
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard
+from xla_fsdp.fsdp.engine.param_guards import forward_code, package_code, running, this_thread
+from xla_fsdp.fsdp.engine.schedule import Schedule, ScheduleLog
 from xla_fsdp.fsdp.engine.scopes import backward_scopes, current_pass, in_phase
-from xla_fsdp.fsdp.engine.shard_tensor import refuse_shards
+from xla_fsdp.fsdp.engine.shard_tensor import ShardView, refuse_shard
 from xla_fsdp.fsdp.engine.transitions import (
     NEEDS_GATHER,
     REVOKED,
@@ -59,6 +58,7 @@ from xla_fsdp.fsdp.engine.transitions import (
     Event,
     UnitState,
 )
+from xla_fsdp.fsdp.engine.unit_collectives import ReducedBuckets
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import LoopCache
 
@@ -274,8 +274,8 @@ class FSDPState:
             return
         call = current.call
         self.group.to_sharded(kept=not call.reshards)
-        reshard = Reshard(self.group, call.versions, freed=call.reshards)
-        current.saved.reshard(reshard, self.schedule.dummies if call.reshards else None)
+        dummies = self.schedule.dummies if call.reshards else None
+        current.saved.reshard(self.group, call.versions, dummies)
 
     @property
     def _holds_current(self) -> bool:
@@ -404,7 +404,8 @@ class FSDPState:
                 "an FSDP unit was called inside summon_full_params, where its parameters are not "
                 "connected to the shards that are trained. Call it outside of the block"
             )
-        on_meta = [param.key for param in self.group.params if param.slots.shard.is_meta]
+        with torch._C.DisableTorchFunctionSubclass():
+            on_meta = [param.key for param in self.group.params if param.slots.shard.is_meta]
         if on_meta:
             raise RuntimeError(
                 f"{', '.join(on_meta)}: on the meta device, without values. Give them memory by "
@@ -426,10 +427,13 @@ class FSDPState:
         Raises:
             RuntimeError: if it is a shard.
         """
-        refuse_shards([tensor], "passing it to a unit")
-        if tensor.device.type == "cpu" and not running_units():
+        if isinstance(tensor, ShardView):
+            refuse_shard(tensor, "passing it to a unit")
+        if tensor.device.type == "cpu" and not this_thread.units:
             tensor = tensor.to(self.device)
-        return _cast(tensor, self.config.input_dtype(of_root=self.settings.is_root))
+        config, is_root = self.config, self.settings.is_root
+        casts = config.cast_root_forward_inputs if is_root else config.cast_forward_inputs
+        return _cast(tensor, config.compute_dtype if casts else None)
 
     def cast_output(self, tensor: Tensor) -> Tensor:
         """Return an output in the dtype that the unit returns."""
@@ -441,11 +445,12 @@ class FSDPState:
 
     def _begin_call(self, part: int) -> ForwardCall:
         """Continue the forward pass if another of the unit's modules has begun it, or begin one."""
-        self.schedule.use(self)
         if self._forward is not None and part in self._forward.done:
             self._on(Event.FORWARD_DONE)
+        schedule = self.schedule
+        schedule.use(self)
         if self._forward is None:
-            self.cleanup_failed_passes()
+            schedule.cleanup_failed_passes()
         recomputed = current_pass() != -1
         if self._forward is not None and not recomputed:
             return self._forward.call
@@ -575,7 +580,8 @@ class FSDPState:
     ) -> Any:
         """Return the result with the outputs in the output dtype, each on the device available only
         once all are. Backward begins at them, with ``for_backward``."""
-        refuse_shards(outputs.tensors, "returning it")
+        for shard in [each for each in outputs.tensors if isinstance(each, ShardView)]:
+            refuse_shard(shard, "returning it")
         found = [saved.own(tensor) for tensor in outputs.tensors]
         if self.config.optimization_barrier_in_forward:
             ops.barrier_([each for each in found if ops.is_pending(each)])
@@ -606,7 +612,7 @@ class FSDPState:
             self._recomputing.discard(part)
             revokes = self.state in REVOKED
             group.to_unsharded(held, versions=versions, idle=True, revokes=revokes)
-            saved.reshard(Reshard(group, versions, freed=False), None)
+            saved.reshard(group, versions, None)
         return self._connect_outputs(call, outputs, saved, [] if call.reshards else unsharded)
 
     def _changed_in_place(self, changed: list[int]) -> ValueError:
@@ -651,7 +657,7 @@ class FSDPState:
                 self._unshard_until_end_of_pass(self._unshard_for_backward(before, saved))
             _prefetch(settings.backward_prefetch, before, in_backward=True)
         ready = self._tie_grads(grads)
-        backward_scopes.enter(self, self.log.unit)
+        backward_scopes.enter(self, self.group.log.unit)
         return ready
 
     def unsharded_for_saved(self, call: ForwardCall) -> Sequence[Tensor]:
@@ -677,9 +683,10 @@ class FSDPState:
         return None; return ``grad`` if more is needed for it, such as later passes."""
         if not self.reduces_plainly:
             return grad
-        found = self.group.reduction.scatter_alone(number, grad)
+        schedule, reduction = self.schedule, self.group.reduction
+        found = reduction.scatter({number: grad}, [reduction.alone[number]])
         call.add_reduced_early(found)
-        self.schedule.finish_first(found.values())
+        schedule.finish_first(found.values())
         return None
 
     @property
@@ -709,16 +716,16 @@ class FSDPState:
             grads: unsharded gradients, one for each original parameter.
             early: gradients that ``reduce_early`` has reduced.
         """
+        schedule = self.schedule
         if not self.settings.sync_gradients:
-            self.schedule.ensure_end_of_pass_callback()
             self.group.leave_unreduced(grads)
-            self._remember_unreduced()
-            return [None] * len(self.group.params)
-        reduced = self.group.reduce(grads, early)
-        if self.group.has_unreduced:  # the all-reduce over replicas is still to come
-            self._remember_unreduced()
-        self.schedule.finish_first(reduced.sums)
-        return reduced.grads
+        elif reduced := self.group.reduce(grads, early):
+            schedule.finish_first(reduced.sums)
+            return reduced.grads
+        schedule.ensure_end_of_pass_callback()
+        if self not in schedule.unreduced:
+            schedule.unreduced.append(self)
+        return [None] * len(self.group.params)
 
     def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs, each available only once all are."""
@@ -728,9 +735,10 @@ class FSDPState:
 
     def post_backward(self, call: ForwardCall) -> None:
         """Free the parameters, as all gradients of ``call`` are computed."""
+        schedule = self.schedule
         backward_scopes.leave(self)
         # Not in the inner pass of a reentrant checkpoint: the outer pass still needs them.
-        if self.schedule.end_hold(self) or call.recomputed:
+        if schedule.end_hold(self) or call.recomputed:
             self._end_backward()
 
     def reduce_unreduced(self) -> None:
@@ -740,11 +748,8 @@ class FSDPState:
         self.schedule.unreduced.remove(self)
         if self.group.has_unreduced:
             with torch.no_grad():
-                self.group.accumulate(self.group.reduce([]).grads)
-
-    def _remember_unreduced(self) -> None:
-        if self not in self.schedule.unreduced:
-            self.schedule.unreduced.append(self)
+                if reduced := self.group.reduce([]):
+                    self.group.accumulate(reduced.grads)
 
     def _unshard_for_backward(
         self, before: list[Tensor], post_forward_shards: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""Build a unit from the modules that it manages, for the wrapper class and ``fully_shard``.
+"""Find what a new unit manages, and build the unit, for the wrapper class and ``fully_shard``.
 
 Invariants: a parameter shared by several attributes has one shard, even if these are in different
 units. Parameters that are not of floating point are not sharded.
@@ -11,12 +11,13 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from xla_fsdp.distributed.collectives import (
     Collectives,
@@ -26,32 +27,156 @@ from xla_fsdp.distributed.collectives import (
 )
 from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.mesh import EXPERT, Mesh
-from xla_fsdp.distributed.placement import is_part_of_experts, known_placement, placement_in
+from xla_fsdp.distributed.placement import TensorPlacement, known_placement, placements_in
 from xla_fsdp.distributed.pytree import map_tensors
-from xla_fsdp.distributed.shard_layout import (
-    LANES,
-    ShardLayout,
-    has_few_rows,
-    join_name,
-    rows_layout,
-    shard_multiple,
-)
-from xla_fsdp.fsdp.engine.cast_buffers import CastBuffers
+from xla_fsdp.distributed.shard_layout import ShardLayout, join_name, layout_of
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
-from xla_fsdp.fsdp.engine.module_state import ModuleState
-from xla_fsdp.fsdp.engine.packing import is_expert
-from xla_fsdp.fsdp.engine.param import FSDPParam, known_shard, remember
+from xla_fsdp.fsdp.engine.module_state import CastBuffers, ModuleState, is_fsdp_module
+from xla_fsdp.fsdp.engine.param import (
+    FSDPParam,
+    ModuleAttr,
+    OriginalParam,
+    known_shard,
+    remember,
+)
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.scopes import turn_on_if_asked
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded, make_shard
-from xla_fsdp.fsdp.engine.slots import ModuleAttr, OriginalParam
 from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.fsdp.init.managed import ManagedModules
 from xla_fsdp.fsdp.init.peer_values import note_values
 from xla_fsdp.nn.embedding_grad import sum_small_in_float32
 from xla_fsdp.nn.large_linear import compute_in_pieces
 from xla_fsdp.optim import guards
+from xla_fsdp.wrap import Ignored, has_forward
 from xla_fsdp.xla import ops
+
+# ---------------------------------------------------------------- what a unit manages
+
+
+def check_wrappable(module: nn.Module) -> None:
+    """Raise TypeError or ValueError unless ``module`` can become a unit."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FSDP wraps an nn.Module, got {type(module).__name__}")
+    if is_fsdp_module(module):
+        raise ValueError(
+            "this module is sharded with FSDP already. For nested units, shard the inner modules "
+            "first and then the module that holds them"
+        )
+    if not has_forward(module):
+        raise ValueError(
+            f"{type(module).__name__} has no forward, so FSDP cannot know when its parameters are "
+            f"needed. Wrap the modules that it holds, or the module that calls them"
+        )
+
+
+def subclass_problems(module: nn.Module, ignored: Ignored) -> Iterator[str]:
+    """Yield what cannot be sharded: parameters that are tensors of a class with parts of its own,
+    as quantized ones of torchao, and ``DTensor``."""
+    for name, param in module.named_parameters():
+        if is_traceable_wrapper_subclass(param) and param not in ignored.params:
+            yield (
+                f"{name} is a {type(param).__name__}, a tensor subclass, whose parts (or own "
+                f"all-gather) sharding does not know: make it a plain parameter before sharding, "
+                f"or leave it as it is by ignored_params"
+            )
+
+
+def refuse_subclasses(modules: Sequence[nn.Module], ignored: Ignored) -> None:
+    """Raise ValueError with all ``subclass_problems``."""
+    if problems := [each for module in modules for each in subclass_problems(module, ignored)]:
+        raise ValueError("\n".join(problems))
+
+
+class ManagedParam(NamedTuple):
+    """A parameter of a module, under one of its names.
+
+    Args:
+        root: number of the unit's module that has it.
+        name: in that.
+        module: which holds it.
+        attribute: of the module.
+        param: the parameter.
+        placement: how tensor parallelism has cut it.
+    """
+
+    root: int
+    name: str
+    module: nn.Module
+    attribute: str
+    param: nn.Parameter
+    placement: TensorPlacement | None
+
+
+class ManagedModules:
+    """The modules of a new unit and those below them, except for units and ignored modules.
+
+    Args:
+        roots: the modules of the unit, usually one; several are gathered and freed together.
+        ignored: modules and parameters to leave out.
+
+    Raises:
+        ValueError: for layers that cannot run on XLA.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], ignored: Ignored) -> None:
+        self.roots = tuple(roots)
+        self.ignored = ignored
+        # Number of the root, name in it with a dot appended, module, placements in that.
+        self._named = [
+            (number, prefix, module, placements_in(module))
+            for number, root in enumerate(self.roots)
+            for prefix, module in self._walk(root, "")
+        ]
+        for _, prefix, layer, _ in self._named:
+            if isinstance(layer, nn.SyncBatchNorm):
+                raise ValueError(
+                    f"{prefix[:-1] or 'the module'} is torch.nn.SyncBatchNorm, which only runs on "
+                    f"CUDA. Convert the model before wrapping it: "
+                    f"xla_fsdp.SyncBatchNorm.convert_sync_batchnorm(model)"
+                )
+
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """Return all modules, each once, with their dotted names; a root is named ``""``."""
+        found: dict[nn.Module, str] = {}
+        for _, prefix, module, _ in self._named:
+            found.setdefault(module, prefix[:-1])
+        return [(name, module) for module, name in found.items()]
+
+    def parameters(self) -> list[ManagedParam]:
+        """Return every parameter under every name that it has."""
+        ignored = self.ignored.params
+        return [
+            ManagedParam(number, prefix + name, module, name, param, placements.get(name))
+            for number, prefix, module, placements in self._named
+            for name, param in module._parameters.items()
+            if param is not None and not (ignored and param in ignored)
+        ]
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether a parameter or buffer is on the meta device, ignored parameters included."""
+        return any(
+            tensor is not None and tensor.is_meta
+            for _, _, module, _ in self._named
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Return the parameters, except ignored ones, and buffers, each once."""
+        params = [each.param for each in self.parameters()]
+        buffers = [each for _, module in self.modules() for each in module._buffers.values()]
+        return list({id(t): t for t in (*params, *buffers) if t is not None}.values())
+
+    def _walk(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        if is_fsdp_module(module) or module in self.ignored.modules:
+            return
+        yield prefix, module
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from self._walk(child, f"{prefix}{name}.")
+
+
+# ---------------------------------------------------------------- the unit
 
 
 def communicate(
@@ -69,7 +194,8 @@ def communicate(
             axis of a parameter, if it has not the axis that experts are cut over, or if
             ``reshard_after_forward`` does not divide the ranks.
     """
-    experts = _axis_of_experts(managed, config)
+    params = managed.parameters()
+    experts = _axis_of_experts(params, config)
     communication = communication_for(
         config.mesh,
         config.sharding_groups,
@@ -79,7 +205,7 @@ def communicate(
         experts,
     )
     if collectives is None:
-        _refuse_tensor_parallel_axis(managed, config)
+        _refuse_tensor_parallel_axis(params, config)
     ranks = communication.shards.num_shards
     size = _smaller_group_size(config, ranks)
     if size and experts is not None:
@@ -98,7 +224,8 @@ def communicate(
 def broadcast_values(managed: ManagedModules, communication: Communication) -> None:
     """Set parameters and buffers to the values of the first rank that has them."""
     values = [each for each in managed.tensors() if not (is_sharded(each) or each.is_meta)]
-    of_experts = [is_part_of_experts(known_placement(each)) for each in values]
+    placements = [known_placement(each) for each in values]
+    of_experts = [each is not None and each.is_of_experts for each in placements]
     for kind in (False, True):
         own = [each for each, found in zip(values, of_experts, strict=True) if found is kind]
         broadcast_(own, communication.everyone.of(kind), ops.device())
@@ -144,7 +271,8 @@ def build_unit(
     unit = FSDPState(group, config, device, len(roots))
     if any(isinstance(each, nn.Embedding) for root in roots for each in root.modules()):
         group.at_unshard.append(sum_small_in_float32)
-    unit.at_forward.append(compute_in_pieces)
+    if shards.num_shards > 1:
+        unit.at_forward.append(compute_in_pieces)
     # Set by chunked heads and embeddings; a unit of several modules cannot run in chunks.
     override = getattr(roots[0], "_fsdp_forward_override", None) if len(roots) == 1 else None
     forward_override = None if override is None else override(unit)
@@ -174,13 +302,16 @@ def sharding(
     ``managed`` on the device are freed; compare these between ranks.
 
     No program runs if the parameters are on the host."""
-    params = [param for *_, param in managed.parameters() if param.device.type == "xla"]
-    pending = any(ops.is_pending(param) for param in params)
-    on_device: list[weakref.ref[Tensor]] = [weakref.ref(param) for param in params]
-    del params
+    params = managed.parameters()
+    held = [each.param for each in params if each.param.device.type == "xla"]
+    pending = any(ops.is_pending(param) for param in held)
+    on_device: list[weakref.ref[Tensor]] = [weakref.ref(param) for param in held]
+    # Groups may hold different parts of a model.
+    has_peers = communication.covers_all and communication.everyone.num_shards > 1
     # Not where something may wait for other ranks: all is on the host.
     with contextlib.nullcontext() if on_device or managed.on_meta else _building:
-        compare = note_values(managed, communication)
+        compare = note_values(_comparable(params), communication) if has_peers else None
+        del params, held
         yield
     if config.execute_sharding_on_init:
         # In a reference cycle one would stay alive. Not always: to collect takes half a second.
@@ -192,14 +323,21 @@ def sharding(
             ops.sync()
         elif on_device:  # a sync would look at the tensors of all units
             ops.compute(managed.tensors())
-    compare()
+    if compare is not None:
+        compare()
 
 
-def _axis_of_experts(managed: ManagedModules, config: FSDPConfig) -> Mesh | None:
+def _comparable(params: Sequence[ManagedParam]) -> dict[str, Tensor]:
+    """Return the parameters that all ranks hold, none of which is sharded, by name."""
+    alike = [each for each in params if not (each.placement and each.placement.is_of_experts)]
+    plain = [each for each in alike if not (each.param.is_meta or is_sharded(each.param))]
+    return {each.name: each.param.detach() for each in plain if known_shard(each.param) is None}
+
+
+def _axis_of_experts(params: Sequence[ManagedParam], config: FSDPConfig) -> Mesh | None:
     """Return the axis over which experts of the unit are cut; None if none are."""
-    for _, name, owner, attribute, _ in managed.parameters():
-        placement = placement_in(owner, attribute)
-        if placement is None or not is_part_of_experts(placement):
+    for _, name, _, _, _, placement in params:
+        if placement is None or not placement.is_of_experts:
             continue
         if config.mesh is None or not config.mesh[config.mesh.axis_names[-1]].covers(
             placement.mesh
@@ -212,11 +350,10 @@ def _axis_of_experts(managed: ManagedModules, config: FSDPConfig) -> Mesh | None
     return None
 
 
-def _refuse_tensor_parallel_axis(managed: ManagedModules, config: FSDPConfig) -> None:
+def _refuse_tensor_parallel_axis(params: Sequence[ManagedParam], config: FSDPConfig) -> None:
     """Raise ValueError if ranks that share a parameter hold different local parts of it."""
-    for _, name, owner, attribute, _ in managed.parameters():
-        placement = placement_in(owner, attribute)
-        if placement is None or is_part_of_experts(placement):
+    for _, name, _, _, _, placement in params:
+        if placement is None or placement.is_of_experts:
             continue
         groups = config.sharding_groups or (
             config.mesh.groups() if config.mesh else [list(range(ops.world_size()))]
@@ -271,7 +408,7 @@ def shard_parameters(
 
 def _refuse_shards_of_others(managed: ManagedModules, device: torch.device) -> None:
     """Raise ValueError if another rank has sharded a parameter: CPU ranks are threads."""
-    for _, name, _, _, param in managed.parameters():
+    for _, name, _, _, param, _ in managed.parameters():
         if isinstance(param, ShardParameter) and param.device != device:
             raise ValueError(
                 f"{name} is another rank's shard: ranks on a CPU are threads, and share a model "
@@ -394,9 +531,9 @@ class _Sharder:
         """Make one shard of the parameters in ``parts``, joined end to end if there are several."""
         tensors, originals = [tensor for tensor, _ in parts], [original for _, original in parts]
         dim = self.dims.get(id(tensors[0]))
-        layout, row_shape = self._layout(originals, dim)
-        rank = self.communication.shards.of(is_expert(originals)).rank
-        shard = make_shard(tensors, layout, rank, self.device, row_shape, dim or 0)
+        by = self._among(originals[0])
+        layout, row_shape = self._layout(originals, dim, by)
+        shard = make_shard(tensors, layout, by.rank, self.device, row_shape, dim or 0)
         home = self.home if self.config.flatten_parameters else None
         dtype = self._compute_dtype(originals[0])
         param = FSDPParam(
@@ -416,7 +553,8 @@ class _Sharder:
     def adopt(self, theirs: FSDPParam, tensor: Tensor, original: OriginalParam) -> FSDPParam:
         """Return a parameter with the shard that another unit has made of the same tensor."""
         dim = self.dims.get(id(tensor), theirs.packing.dim or None)
-        layout, _ = self._layout([original], dim)
+        by = self._among(original)
+        layout, _ = self._layout([original], dim, by)
         name = original.names[0]
         if theirs.is_flat or self.config.flatten_parameters:
             raise ValueError(
@@ -460,65 +598,42 @@ class _Sharder:
             groups.setdefault(kind, []).append(part)
         return [groups[key] for key in sorted(groups)]
 
+    def _among(self, original: OriginalParam) -> Collectives:
+        """Return communication among the ranks that share a parameter."""
+        shards = self.communication.shards
+        return shards if original.placement is None else shards.of(original.is_expert)
+
     def _compute_dtype(self, original: OriginalParam) -> torch.dtype | None:
         statistics = _statistics_dtype(original.owners[0].module, self.config)
         return statistics or self.config.compute_dtype
 
     def _layout(
-        self, originals: Sequence[OriginalParam], asked: int | None
+        self, originals: Sequence[OriginalParam], asked: int | None, by: Collectives
     ) -> tuple[ShardLayout, Sequence[int]]:
         shapes = tuple(original.shape for original in originals)
-        num_shards = self.communication.shards.of(is_expert(originals)).num_shards
-        config = self.config
-        return _layout(
-            shapes, num_shards, asked, config.flatten_parameters, config.shard_param_on_dim_0
-        )
-
-
-@lru_cache(maxsize=4096)
-def _layout(
-    shapes: tuple[torch.Size, ...], num_shards: int, asked: int | None, flat: bool, on_dim_0: bool
-) -> tuple[ShardLayout, Sequence[int]]:
-    """Return the layout of one shard of these originals along the dim that is asked for, and the
-    shape of its rows, or () for a shard [n]."""
-    size = (sum(shape.numel() for shape in shapes),)
-    dim = asked or 0
-    by_rows = on_dim_0 and not flat
-    if asked is None and len(shapes) == 1 and has_few_rows(shapes[0], num_shards):
-        by_rows = False
-    row_shape = torch.Size([*shapes[0][:dim], *shapes[0][dim + 1 :]])
-    if (by_rows or dim) and len(shapes[0]) > 0 and row_shape.numel() > 0:
-        return rows_layout(shapes[0], num_shards, dim), row_shape
-    multiple = LANES if flat else shard_multiple(shapes[0], num_shards)
-    return ShardLayout(size, num_shards, multiple), ()
+        flat, on_dim_0 = self.config.flatten_parameters, self.config.shard_param_on_dim_0
+        return layout_of(shapes, by.num_shards, asked, flat, on_dim_0)
 
 
 def _originals(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:
     """Return the distinct floating-point parameters, in order, with all their names and owners."""
-    found: dict[int, tuple[Tensor, list[str], list[int], list[tuple[nn.Module, str]]]] = {}
-    for root, name, module, attribute, param in managed.parameters():
-        if param.is_floating_point():
-            _, names, roots, owners = found.setdefault(id(param), (param, [], [], []))
-            names.append(name)
-            roots.append(root)
-            if (module, attribute) not in owners:
-                owners.append((module, attribute))
-    placements = [placement_in(*owners[0]) for *_, owners in found.values()]
-    return [
-        (
-            tensor,
-            OriginalParam(
-                tuple(names),
-                _unsharded_shape(tensor),
-                tuple(ModuleAttr(*owner) for owner in owners),
-                tuple(roots),
-                placement,
-            ),
-        )
-        for (tensor, names, roots, owners), placement in zip(
-            found.values(), placements, strict=True
-        )
-    ]
+    found: dict[int, list[ManagedParam]] = {}
+    for each in managed.parameters():
+        if each.param.is_floating_point():
+            found.setdefault(id(each.param), []).append(each)
+    return [(named[0].param, _original(named)) for named in found.values()]
+
+
+def _original(named: Sequence[ManagedParam]) -> OriginalParam:
+    """Return what is known of a parameter from all of its names."""
+    owners = dict.fromkeys((each.module, each.attribute) for each in named)
+    return OriginalParam(
+        tuple(each.name for each in named),
+        _unsharded_shape(named[0].param),
+        tuple(ModuleAttr(*owner) for owner in owners),
+        tuple(each.root for each in named),
+        named[0].placement,
+    )
 
 
 def _unsharded_shape(tensor: Tensor) -> torch.Size:
@@ -530,7 +645,7 @@ def _unsharded_shape(tensor: Tensor) -> torch.Size:
 def _move_not_floating(managed: ManagedModules, device: torch.device) -> None:
     """Move the parameters that are not of floating point, and thus not sharded, to ``device``."""
     moved: dict[int, nn.Parameter] = {}
-    for _, name, owner, attribute, param in managed.parameters():
+    for _, name, owner, attribute, param, _ in managed.parameters():
         if param.is_floating_point():
             continue
         if param.requires_grad:

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.distributed.placement import TensorPlacement, placement_in
-from xla_fsdp.fsdp.engine.packing import own_part
-from xla_fsdp.fsdp.engine.param import known_shard
-from xla_fsdp.fsdp.engine.registry import known_materialized, remember_materialized
-from xla_fsdp.fsdp.init.managed import ManagedModules
+from xla_fsdp.fsdp.engine.param import known_shard, own_part
+from xla_fsdp.fsdp.init.build import ManagedModules
 from xla_fsdp.wrap import Ignored
 from xla_fsdp.xla import ops
+
+_materialized: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The ignored parameters that were made of meta tensors."""
 
 
 def materialize(
@@ -106,7 +108,7 @@ class _Allocator:
         if id(tensor) not in self._new:
             ignored = isinstance(tensor, nn.Parameter) and tensor in self._ignored.params
             # An ignored parameter may be shared with a unit that has replaced it already.
-            new = known_materialized(tensor) if ignored else None
+            new = _materialized.get(tensor) if ignored else None
             if new is None:
                 shape = tensor.shape if placement is None else torch.Size(placement.shape)
                 new = _empty_like(tensor, shape)
@@ -118,7 +120,7 @@ class _Allocator:
 
     def _ignore(self, new: Tensor, origin: Tensor) -> None:
         self._ignored.add(new)
-        remember_materialized(origin, new)
+        _materialized[origin] = new
 
 
 def _has_meta_tensors(owner: nn.Module) -> bool:

@@ -7,7 +7,7 @@ share one generator, and a device's is not seeded by ``torch.manual_seed``.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,10 +16,6 @@ from torch import Tensor
 
 from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.cpu_ranks import SHARDING
-from xla_fsdp.distributed.placement import is_part_of_experts, placement_in
-from xla_fsdp.fsdp.engine.param import known_shard
-from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
-from xla_fsdp.fsdp.init.managed import ManagedModules
 from xla_fsdp.xla import ops
 
 CHECKED_VALUES = 4096
@@ -44,17 +40,16 @@ class _Checksums:
         )
 
 
-def note_values(managed: ManagedModules, communication: Communication) -> Callable[[], None]:
-    """Compute checksums of the parameters that are not sharded yet, those of device tensors in the
-    next program.
+def note_values(params: Mapping[str, Tensor], communication: Communication) -> Callable[[], None]:
+    """Compute checksums of parameters, by name, those of device tensors in the next program.
 
     Returns:
         A function to call when that was executed. On CPU ranks it lets their next common program
         fail if checksums differ; elsewhere it raises RuntimeError.
     """
-    if not communication.covers_all or not ops.runtime().compares_values():
-        return lambda: None  # groups may hold different parts of a model
-    sums = _checksums(managed)
+    if not ops.runtime().compares_values():
+        return lambda: None
+    sums = _checksums(params)
     if not sums.names:
         return lambda: None
     if ops.runtime().compares_facts():
@@ -66,13 +61,7 @@ def note_values(managed: ManagedModules, communication: Communication) -> Callab
     return partial(_compare, sums, communication.everyone.all_gather(own.unsqueeze(0)))
 
 
-def _checksums(managed: ManagedModules) -> _Checksums:
-    params = {
-        name: param.detach()
-        for _, name, owner, attribute, param in managed.parameters()
-        if not (param.is_meta or is_sharded(param) or known_shard(param))
-        and not is_part_of_experts(placement_in(owner, attribute))
-    }
+def _checksums(params: Mapping[str, Tensor]) -> _Checksums:
     on_host = {name: each for name, each in params.items() if each.device.type == "cpu"}
     on_device = {name: each for name, each in params.items() if each.device.type == "xla"}
     return _Checksums(

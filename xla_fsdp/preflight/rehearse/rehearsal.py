@@ -337,7 +337,7 @@ class _Seen:
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the gradients as they are now."""
         from xla_fsdp.compile.seen import is_traced
-        from xla_fsdp.optim.traits import STEPS_SLICES_OF
+        from xla_fsdp.optim.optimizers import STEPS_SLICES_OF
 
         if not self.depth:
             stepped = vars(optimizer).get(STEPS_SLICES_OF, optimizer)
@@ -362,7 +362,7 @@ class _Seen:
         )
 
     def _keep_grads(self, optimizer: torch.optim.Optimizer) -> None:
-        from xla_fsdp.optim.traits import params_of
+        from xla_fsdp.optim.optimizers import params_of
 
         for param in params_of(optimizer):
             if param.grad is not None:
@@ -375,7 +375,7 @@ def _watched() -> Iterator[_Seen]:
     block."""
     from torch.optim import optimizer as hooks
 
-    from xla_fsdp.optim.traits import StepWatch
+    from xla_fsdp.optim.optimizers import StepWatch
     from xla_fsdp.xla import ops
 
     seen, device = _Seen(), ops.device()
@@ -401,7 +401,7 @@ def _watched() -> Iterator[_Seen]:
 
 def _after_step(loss: Any, seen: _Seen) -> RankStep:
     from xla_fsdp.optim.clip_grad import shared_by
-    from xla_fsdp.optim.traits import params_of
+    from xla_fsdp.optim.optimizers import params_of
     from xla_fsdp.xla import ops
 
     params = {id(p): p for each in seen.optimizers.values() for p in params_of(each)}

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from xla_fsdp.distributed.collectives import Collectives, XlaCollectives
-from xla_fsdp.fsdp.engine.param_guards import held_shape
+from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.fsdp.engine.scopes import current_pass, label_of, units_named
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.attention import splash

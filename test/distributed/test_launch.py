@@ -330,6 +330,30 @@ def scans_of_torch_xla(rank: int) -> dict[str, Any]:
     return {"found": found, "plain": [output.detach(), again.weight_hh_l0.grad]}
 
 
+def cached_parametrization(rank: int) -> list[float]:
+    """What the first rank reads of a weight, before and after a change, while others are inside
+    ``parametrize.cached``, too."""
+    import torch
+    import torch_xla.core.xla_model as xm
+    from torch.nn.utils import parametrize
+
+    class Doubled(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    layer = parametrize.register_parametrization(torch.nn.Linear(1, 1), "weight", Doubled())
+    found = []
+    with contextlib.nullcontext() if rank == 0 else parametrize.cached():
+        xm.rendezvous("others are inside")
+        for value in (1.0, 3.0):
+            with torch.no_grad():
+                layer.parametrizations["weight"].original.fill_(value)
+            with parametrize.cached():
+                found.append(float(layer.weight))
+        xm.rendezvous("the first rank has read")
+    return found
+
+
 def with_tracers(rank: int) -> list[dict[str, Any]]:
     """Both, by tracers of torch."""
     return [compiled(rank, full_graph=True), scans_of_torch_xla(rank)]
@@ -341,7 +365,7 @@ def every_case(rank: int, world: int) -> dict[str, Any]:
 
     cases: list[Callable[[int], Any]] = [all_gather, all_reduce, all_reduce_in_place, closures]
     cases += [implicit_syncs, rank_dependent, some_drop, host_exchange, training, launch_inside]
-    cases.append(compiled)
+    cases += [compiled, cached_parametrization]
     results = {case.__name__: case(rank) for case in cases}
     results["reduce_scatter"] = reduce_scatter(rank, world)
     if world <= 3:
@@ -387,6 +411,12 @@ def test_collectives_and_scans_by_tracers() -> None:
         for found in scans["found"]:
             for mine, plain in zip(found, scans["plain"], strict=True):
                 np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rank_reads_no_parametrization_of_an_earlier_forward(
+    results: list[dict[str, Any]],
+) -> None:
+    assert results[0]["cached_parametrization"] == [2.0, 6.0]
 
 
 def test_all_gather_joins_the_ranks_in_order(results: list[dict[str, Any]]) -> None:

@@ -30,6 +30,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.experimental.scan as scan
 import torch_xla.runtime as xr
 from torch import Tensor
+from torch.nn.utils import parametrize
 from torch_xla.distributed.parallel_loader import ParallelLoader
 
 from xla_fsdp.distributed.cpu_ranks import Run, current_rank_thread
@@ -401,8 +402,15 @@ def _replace_state_of_traces(slot: RunSlot) -> None:
         if slot.run is None or allowed:
             allow_execution(allowed)
 
+    cached = parametrize.cached
+
+    def cached_if_alone() -> contextlib.AbstractContextManager[None]:
+        # One cache, emptied when the last rank leaves it: others find what earlier forwards made.
+        return cached() if slot.run is None else contextlib.nullcontext()
+
     scan.value_and_grad_partitioned = traced
     torch_xla._XLAC._set_allow_execution = set_allow_execution
+    parametrize.cached = cached_if_alone  # type: ignore[assignment]
 
 
 def _replace_memory_info() -> None:

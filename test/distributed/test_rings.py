@@ -58,6 +58,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
     two_steps = RingCollectives(None, rank, RANKS, steps=[[[0, 2], [1, 3]], [[0, 1], [2, 3]]])
     stack = stack_of(rank, RANKS).to(device)
     found["large"] = two_steps.reduce_scatter(stack.flatten(0, 1))
+    found["finished"] = two_steps.reduce_scatter(stack.flatten(0, 1), torch.neg)
     left, right = factors_of(rank)
     product = (left.to(device), right.to(device), torch.neg)
     found["product"] = two_steps.reduce_scatter_product(*product)
@@ -85,6 +86,7 @@ def test_steps_along_two_axes_of_a_torus_leave_the_rank_its_chunk() -> None:
     for rank, found in enumerate(outcomes()):
         expected = sum(stack_of(member, RANKS)[rank] for member in range(RANKS))
         torch.testing.assert_close(found["large"], expected)
+        torch.testing.assert_close(found["finished"], -expected)
         torch.testing.assert_close(found["small"], torch.full((1, 5), 6.0))
 
 

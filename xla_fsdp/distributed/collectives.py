@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -182,6 +182,13 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 would in floating point)."""
 
 
+Finish = Callable[[Tensor], Tensor]
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class Collectives(ABC):
     """What a parameter group needs from the ranks it is sharded over."""
 
@@ -198,12 +205,17 @@ class Collectives(ABC):
         """Concatenate the buckets, [rows, width], of all ranks to [num_shards * rows, width]."""
 
     @abstractmethod
-    def reduce_scatter(self, gathered: Tensor) -> Tensor:
-        """Sum ``gathered``, [num_shards * rows, width]; return this rank's [rows, width] of it."""
+    def reduce_scatter(self, gathered: Tensor, finish: Finish = _as_it_is) -> Tensor:
+        """Sum ``finish(gathered)``, [num_shards * rows, width]; return this rank's [rows, width] of
+        it.
 
-    def reduce_scatter_product(
-        self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+        Args:
+            gathered: of each rank.
+            finish: elementwise, such as a division. Where parts are summed one after the other, as
+                they are added: what a kernel has made is then not written once more before.
+        """
+
+    def reduce_scatter_product(self, left: Tensor, right: Tensor, finish: Finish) -> Tensor:
         """Return ``reduce_scatter(finish(left.t() @ right))``.
 
         Where reductions can overlap with compute, parts of the product do.
@@ -315,19 +327,20 @@ class XlaCollectives(Collectives):
     def all_gather(self, bucket: Tensor) -> Tensor:
         return ops.all_gather(bucket, self.groups) if bucket.numel() else bucket
 
-    def reduce_scatter(self, gathered: Tensor) -> Tensor:
+    def reduce_scatter(self, gathered: Tensor, finish: Finish = _as_it_is) -> Tensor:
         if not gathered.numel():
             return gathered
         width = gathered.shape[-1]
         rows = gathered
         for step, groups in enumerate(self._steps):
-            rows = self._scatter(rows.reshape(len(groups[0]), -1, width), step)
+            chunks = rows.reshape(len(groups[0]), -1, width)
+            rows = self._scatter(chunks, step, _as_it_is if step else finish)
         return rows.reshape(-1, width)
 
-    def _scatter(self, chunks: Tensor, step: int) -> Tensor:
-        """Reduce [size of a group, rows, width] to this rank's [..., rows, width], in this step of
-        a reduction."""
-        return ops.reduce_scatter(chunks, len(chunks), self._steps[step])
+    def _scatter(self, chunks: Tensor, step: int, finish: Finish) -> Tensor:
+        """Reduce ``finish(chunks)``, [size of a group, rows, width], to this rank's [..., rows,
+        width], in this step of a reduction."""
+        return ops.reduce_scatter(finish(chunks), len(chunks), self._steps[step])
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         return ops.all_reduce(op, value, self.groups) if value.numel() else value
@@ -352,9 +365,7 @@ class RingCollectives(XlaCollectives):
         """``ring_order`` on the device, by step."""
         return {}
 
-    def reduce_scatter_product(
-        self, left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def reduce_scatter_product(self, left: Tensor, right: Tensor, finish: Finish) -> Tensor:
         size, width = len(self._steps[0][0]), right.shape[-1]
         if left.shape[-1] * width < RING:
             return super().reduce_scatter_product(left, right, finish)
@@ -366,16 +377,21 @@ class RingCollectives(XlaCollectives):
         rows = ring_reduce_scatter(summand, self._steps[0], self._order(0))
         for step in range(1, len(self._steps)):
             chunks = rows.reshape(len(self._steps[step][0]), -1, width)
-            rows = self._scatter(chunks, step, in_small_sends=True)
+            rows = self._scatter(chunks, step, _as_it_is, in_small_sends=True)
         return rows.reshape(-1, width)
 
-    def _scatter(self, chunks: Tensor, step: int, *, in_small_sends: bool = False) -> Tensor:
+    def _scatter(
+        self, chunks: Tensor, step: int, finish: Finish, *, in_small_sends: bool = False
+    ) -> Tensor:
         # A ring of 16 ranks is 15 sends, 1 MiB of code. A block has a ring for each matrix and axis
         # of the torus, so not if they would be small; the product of a head is one.
         small = 8 * chunks[0].numel() < RING
         if chunks.numel() < RING or (small and not in_small_sends):
-            return super()._scatter(chunks, step)
-        summand = partial(chunks.index_select, 0)
+            return super()._scatter(chunks, step, finish)
+
+        def summand(number: Tensor) -> Tensor:
+            return finish(chunks.index_select(0, number))
+
         return ring_reduce_scatter(summand, self._steps[step], self._order(step))
 
     def _order(self, step: int) -> Tensor:
@@ -476,10 +492,10 @@ class LocalCollectives(Collectives):
         """Repeat the bucket, [rows, width], to [num_shards * rows, width]."""
         return bucket.expand(self.num_shards, *bucket.shape).flatten(0, 1)
 
-    def reduce_scatter(self, gathered: Tensor) -> Tensor:
-        """Return this rank's [rows, width] of ``gathered``, [num_shards * rows, width], times
-        ``num_shards``."""
-        return gathered.chunk(self.num_shards)[self.rank] * self.num_shards
+    def reduce_scatter(self, gathered: Tensor, finish: Finish = _as_it_is) -> Tensor:
+        """Return this rank's [rows, width] of ``finish(gathered)``, [num_shards * rows, width],
+        times ``num_shards``."""
+        return finish(gathered).chunk(self.num_shards)[self.rank] * self.num_shards
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         """Return ``value``, for ``op`` "sum" times ``num_shards``."""

@@ -329,10 +329,12 @@ class ReduceScatter:
 
     def to_sum(self, grad: Tensor) -> Tensor:
         """Return a gradient as it is sent to be summed by the caller: cast and divided."""
-        cast = self.to_reduce_dtype(grad)
-        divided = cast if self.predivide == 1 else cast / self.predivide
+        divided = self._predivided(self.to_reduce_dtype(grad))
         self.log.sends_one("reduce-scatter of a part", divided)
         return divided
+
+    def _predivided(self, grad: Tensor) -> Tensor:
+        return grad if self.predivide == 1 else grad / self.predivide
 
     # ------------------------------------------------------------ sums
 
@@ -509,8 +511,7 @@ class ReduceScatter:
         found = {}
         for each, tensor in gathered.items():
             own = by.of(bool(params) and params[each.numbers[0]].is_expert)
-            divided = tensor if self.predivide == 1 else tensor / self.predivide
-            found[each] = own.reduce_scatter(divided)
+            found[each] = own.reduce_scatter(tensor, self._predivided)
         return found
 
     def _hooked(self, bucket: Bucket, gathered: Tensor, num_shards: int) -> Tensor:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -331,16 +331,15 @@ class XlaCollectives(Collectives):
         if not gathered.numel():
             return gathered
         width = gathered.shape[-1]
-        rows = gathered
+        rows = finish(gathered)
         for step, groups in enumerate(self._steps):
-            chunks = rows.reshape(len(groups[0]), -1, width)
-            rows = self._scatter(chunks, step, _as_it_is if step else finish)
+            rows = self._scatter(rows.reshape(len(groups[0]), -1, width), step)
         return rows.reshape(-1, width)
 
-    def _scatter(self, chunks: Tensor, step: int, finish: Finish) -> Tensor:
-        """Reduce ``finish(chunks)``, [size of a group, rows, width], to this rank's [..., rows,
-        width], in this step of a reduction."""
-        return ops.reduce_scatter(finish(chunks), len(chunks), self._steps[step])
+    def _scatter(self, chunks: Tensor, step: int) -> Tensor:
+        """Reduce [size of a group, rows, width] to this rank's [..., rows, width], in this step of
+        a reduction."""
+        return ops.reduce_scatter(chunks, len(chunks), self._steps[step])
 
     def all_reduce(self, op: str, value: Tensor) -> Tensor:
         return ops.all_reduce(op, value, self.groups) if value.numel() else value
@@ -365,6 +364,17 @@ class RingCollectives(XlaCollectives):
         """``ring_order`` on the device, by step."""
         return {}
 
+    def reduce_scatter(self, gathered: Tensor, finish: Finish = _as_it_is) -> Tensor:
+        width = gathered.shape[-1]
+        if not self._is_large(gathered, 0):
+            return super().reduce_scatter(gathered, finish)
+        chunks = gathered.reshape(len(self._steps[0][0]), -1, width)
+
+        def summand(number: Tensor) -> Tensor:
+            return finish(chunks.index_select(0, number))
+
+        return self._around(summand, width)
+
     def reduce_scatter_product(self, left: Tensor, right: Tensor, finish: Finish) -> Tensor:
         size, width = len(self._steps[0][0]), right.shape[-1]
         if left.shape[-1] * width < RING:
@@ -374,25 +384,29 @@ class RingCollectives(XlaCollectives):
         def summand(number: Tensor) -> Tensor:
             return finish(columns.index_select(1, number)[:, 0].t() @ right)[None]
 
+        return self._around(summand, width, in_small_sends=True)
+
+    def _around(
+        self, summand: Callable[[Tensor], Tensor], width: int, *, in_small_sends: bool = False
+    ) -> Tensor:
+        """Reduce around the rings of the first step, and then in the others."""
         rows = ring_reduce_scatter(summand, self._steps[0], self._order(0))
         for step in range(1, len(self._steps)):
             chunks = rows.reshape(len(self._steps[step][0]), -1, width)
-            rows = self._scatter(chunks, step, _as_it_is, in_small_sends=True)
+            rows = self._scatter(chunks, step, in_small_sends=in_small_sends)
         return rows.reshape(-1, width)
 
-    def _scatter(
-        self, chunks: Tensor, step: int, finish: Finish, *, in_small_sends: bool = False
-    ) -> Tensor:
+    def _scatter(self, chunks: Tensor, step: int, *, in_small_sends: bool = False) -> Tensor:
+        if not self._is_large(chunks, step, in_small_sends=in_small_sends):
+            return super()._scatter(chunks, step)
+        summand = partial(chunks.index_select, 0)
+        return ring_reduce_scatter(summand, self._steps[step], self._order(step))
+
+    def _is_large(self, chunks: Tensor, step: int, *, in_small_sends: bool = False) -> bool:
         # A ring of 16 ranks is 15 sends, 1 MiB of code. A block has a ring for each matrix and axis
         # of the torus, so not if they would be small; the product of a head is one.
-        small = 8 * chunks[0].numel() < RING
-        if chunks.numel() < RING or (small and not in_small_sends):
-            return super()._scatter(chunks, step, finish)
-
-        def summand(number: Tensor) -> Tensor:
-            return finish(chunks.index_select(0, number))
-
-        return ring_reduce_scatter(summand, self._steps[step], self._order(step))
+        sent = chunks.numel() // len(self._steps[step][0])
+        return chunks.numel() >= RING and (in_small_sends or 8 * sent >= RING)
 
     def _order(self, step: int) -> Tensor:
         # Uploaded once: each input of a program has a table in memory, and its slices code.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from test.common.ranks import run_on_ranks
 from test.common.scenarios import make
 from xla_fsdp import consolidate_sharded_model_checkpoints
 from xla_fsdp.consolidate_sharded_ckpts import main
+from xla_fsdp.distributed import shard_layout
 from xla_fsdp.distributed.shard_layout import ROWS, ShardLayout
 
 WIDTH, INNER, BLOCKS, STEPS = 256, 250, 3, 3  # 250 rows of no ranks are whole tiles
@@ -92,6 +94,24 @@ def one_row(shape: Any, num_shards: int, dim: int = 0) -> ShardLayout:
     return ShardLayout((torch.Size(shape).numel(),), num_shards, row)
 
 
+@contextmanager
+def layouts_of_before(rank: int) -> Iterator[None]:
+    """Let all ranks, which are threads, have those layouts inside the block."""
+    import torch_xla.core.xla_model as xm
+
+    patch = mock.patch.object(shard_layout, "rows_layout", one_row)
+    if rank == 0:
+        patch.start()
+        shard_layout.layout_of.cache_clear()
+    xm.rendezvous("layouts of before")
+    yield
+    xm.rendezvous("all are built")
+    if rank == 0:
+        patch.stop()
+        shard_layout.layout_of.cache_clear()
+    xm.rendezvous("layouts of now")
+
+
 def sharded(way: str) -> tuple[Any, Any]:
     model = make(Net)
     return WAYS[way](model, sgd(model.parameters()))
@@ -126,8 +146,10 @@ def trained(rank: int, ranks: int, folder: str) -> dict[str, Any]:
         train(model, optimizer, x)
         found[way] = {"shapes": shapes, "values": values(model)}
     for way in ("rows", "stacked"):
-        with mock.patch("xla_fsdp.distributed.shard_layout.rows_layout", one_row):
+        with layouts_of_before(rank):
             model, optimizer = sharded(way)
+        shapes = {name: tuple(held_shape(each)) for name, each in model.named_parameters()}
+        found[way]["shapes of before"] = shapes
         train(model, optimizer, x, STEPS - 1)
         save_checkpoint(Path(folder, f"{way} of before"), model, optimizer, step=1)
         model, optimizer = sharded(way)
@@ -197,6 +219,10 @@ def test_shards_are_whole_tiles(ranks: int, base: Path) -> None:
 @pytest.mark.parametrize("way", ["rows", "stacked"])
 def test_shards_of_single_rows_are_loaded(way: str, ranks: int, base: Path) -> None:
     for each in outcome(ranks, base / str(ranks)):
+        shapes = each[way]["shapes of before"].items()
+        assert {shape[-2] for name, shape in shapes if name.endswith("up.weight")} == {
+            -(-INNER // ranks)
+        }
         assert_close(each[way]["from before"], plain(ranks), atol=1e-5)
 
 

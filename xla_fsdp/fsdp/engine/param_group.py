@@ -249,6 +249,7 @@ class FSDPParamGroup:
 
     # ------------------------------------------------------------ all-gather
 
+    @package_code()  # a backward pass inside of a forward gathers, too
     def unshard(
         self, before: Sequence[Tensor], *, again: bool, to_post_forward_shards: bool
     ) -> Unsharded:
@@ -264,7 +265,7 @@ class FSDPParamGroup:
         larger = self.gather.gather_larger(before, again=again)
         return Unsharded(self.gather.unshard_larger(larger), larger)
 
-    @package_code()  # a backward pass inside of a forward gathers, too
+    @package_code()
     def unshard_again(
         self, before: Sequence[Tensor], post_forward_shards: Sequence[Tensor]
     ) -> list[Tensor]:

@@ -509,8 +509,14 @@ class ReduceScatter:
             return {each: self._hooked(each, t, by.num_shards) for each, t in gathered.items()}
         found = {}
         for each, tensor in gathered.items():
-            own = by.of(bool(params) and params[each.numbers[0]].is_expert)
-            found[each] = own.reduce_scatter(tensor, self._predivided)
+            param = params[each.numbers[0]] if params else None
+            own = by.of(param is not None and param.is_expert)
+            if param is not None and len(param.originals[0].shape) == 3:
+                # Of a stack of matrices, as experts, which a kernel may have made: divided before,
+                # it would be read and written once more. Of a matrix, the product divides it.
+                found[each] = own.reduce_scatter(tensor, self._predivided)
+            else:
+                found[each] = own.reduce_scatter(self._predivided(tensor))
         return found
 
     def _hooked(self, bucket: Bucket, gathered: Tensor, num_shards: int) -> Tensor:

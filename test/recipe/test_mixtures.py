@@ -162,6 +162,9 @@ def test_the_leanest_program_trains_as_with_eager_experts() -> None:
 
 def test_adapters_of_experts_train_as_with_eager_experts() -> None:
     check(QUICK_ADAPTED, [each.adapted for each in quick()])
+    lines = [each.strip() for each in quick()[0].adapted.lines]
+    loops = [each for each in lines if each.startswith("scan:")]
+    assert loops == ["scan: base_model.model.model.layers"], lines
 
 
 @pytest.mark.parametrize(
@@ -273,3 +276,9 @@ def check(mix: Mix, found: list[Trained]) -> None:
 def test_a_capacity_is_above_zero(capacity: float) -> None:
     with pytest.raises(ValueError, match=f"capacity is {capacity}; give a number above 0"):
         register("xla_fsdp_none", capacity=capacity)
+
+
+@pytest.mark.parametrize("name", ["", "eager", "grouped_mm", "batched_mm"])
+def test_names_of_transformers_are_not_taken(name: str) -> None:
+    with pytest.raises(ValueError, match=f"name is '{name}', which transformers has or cannot"):
+        register(name, capacity=1.0)

@@ -23,7 +23,7 @@ def register(name: str = NAME, capacity: float | None = None) -> None:
 
     Raises:
         UntestedVersionError: for untested versions of transformers.
-        ValueError: if ``capacity`` is not above 0.
+        ValueError: if ``capacity`` is not above 0, or ``name`` is one of transformers' own.
     """
     require("transformers")
     if (found := version("transformers")).startswith("4."):
@@ -32,4 +32,6 @@ def register(name: str = NAME, capacity: float | None = None) -> None:
             f"Python 3.11); in this one experts are modules of their own, which read the device"
         )
     check_capacity(capacity)
+    if not name or experts.is_of_transformers(name):
+        raise ValueError(f"name is {name!r}, which transformers has or cannot have; give another")
     experts.register(name, capacity)

@@ -89,6 +89,7 @@ def _install_once() -> None:
     _guard_saves()
     _guard_conversions()
     parametrize.register_parametrization = _of_full_parameters(parametrize.register_parametrization)
+    parametrize.remove_parametrizations = _to_parameters(parametrize.remove_parametrizations)
 
 
 def _before_step(optimizer: Optimizer) -> None:
@@ -160,9 +161,29 @@ def _of_full_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"would compute with this rank's part. Register parametrizations before sharding: "
                 f"the unit then shards what they compute from"
             )
-        return original(module, tensor_name, *args, **kwargs)
+        was_parameter = tensor_name in module._parameters
+        result = original(module, tensor_name, *args, **kwargs)
+        if was_parameter:
+            module.parametrizations[tensor_name].of_parameter = True
+        return result
 
     return guarded
+
+
+def _to_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PEFT puts parametrizations on in a forward and takes them off; torch then makes an unsharded
+    tensor a buffer, as it is no nn.Parameter. It is to be the parameter that it was."""
+
+    @functools.wraps(original)
+    def removed(module: Any, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
+        known = getattr(module, "parametrizations", {})
+        was_parameter = tensor_name in known and hasattr(known[tensor_name], "of_parameter")
+        result = original(module, tensor_name, *args, **kwargs)
+        if was_parameter and tensor_name in result._buffers:
+            result._parameters[tensor_name] = result._buffers.pop(tensor_name)
+        return result
+
+    return removed
 
 
 def _refuse_replaced(optimizer: Optimizer, params: Sequence[Tensor]) -> None:

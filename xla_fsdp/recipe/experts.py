@@ -75,16 +75,21 @@ def refuse_unfit(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _refuse_other_function(name: str, experts: Any) -> None:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
     chosen = experts.config._experts_implementation
-    function = ALL_EXPERTS_FUNCTIONS.get(chosen)
-    if chosen not in READING and getattr(function, "__module__", "").startswith("transformers."):
+    if chosen not in READING and is_of_transformers(chosen):
         raise ValueError(
             f"{name} computes by experts_implementation={chosen!r} of transformers, which sends no "
             f"tokens along axis {EXPERT!r}; leave the choice to parallelize, or give {NAME!r} or "
             f"a name that xla_fsdp.integrations.experts.register has made"
         )
+
+
+def is_of_transformers(name: str) -> bool:
+    """Return whether an ``experts_implementation`` of that name is one of transformers' own."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    function = ALL_EXPERTS_FUNCTIONS.get(name)
+    return name in READING or getattr(function, "__module__", "").startswith("transformers.")
 
 
 def whole(model: nn.Module) -> list[str]:

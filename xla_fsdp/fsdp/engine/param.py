@@ -66,8 +66,6 @@ class ModuleAttr:
         module = self.module
         # nn.Module.__setattr__ would refuse a tensor that is no nn.Parameter.
         module._parameters[self.attribute] = tensor  # type: ignore[assignment]
-        # A parametrization that a forward puts on and takes off, as PEFT's, leaves it as a buffer.
-        module._buffers.pop(self.attribute, None)
         _refresh_rnn_weights(module)
 
     def remove(self) -> None:

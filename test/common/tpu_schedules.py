@@ -2,7 +2,8 @@
 
 python -m test.common.tpu_schedules FOLDER '{"prefetch": 2}' ... prints one JSON object for each
 step of ``tpu_steps.build_in_place``; compiled programs are kept in the folder. ``offload`` in place
-of options: what the compiler says of parameters in host memory.
+of options: what the compiler says of parameters in host memory. ``head``: the bytes of the largest
+tensor that loops of ``tpu_steps.build_streamed`` copy.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from test.common.tpu_steps import build_in_place
+from test.common.tpu_steps import build_in_place, build_streamed
 from xla_fsdp.preflight import CompileError
 from xla_fsdp.preflight.compile.compiler import compile_program
 from xla_fsdp.preflight.read.hlo import Instruction, Module
@@ -28,14 +30,18 @@ TOPOLOGY = find_topology("v5e:2x2")
 PRODUCTS = ("convolution", "dot")
 
 
-def schedule(folder: Path, build: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
-    """Of the step's largest program."""
+def compiled(folder: Path, build: Callable[[], Callable[[], Any]]) -> Module:
+    """The step's largest program."""
     traced = trace_step(build, TOPOLOGY.coords)
     texts = [
         compile_program(program, TOPOLOGY, max_host_mem=6 * GIB, cache_dir=folder).text
         for program in traced.programs
     ]
-    module = Module(max(texts, key=len))
+    return Module(max(texts, key=len))
+
+
+def schedule(folder: Path, build: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
+    module = compiled(folder, build)
     reduced = [each for each in collectives_of(module) if each.kind == "reduce-scatter"]
     return {
         "starts": list(starts(module)),
@@ -43,6 +49,18 @@ def schedule(folder: Path, build: Callable[[], Callable[[], Any]]) -> dict[str, 
         "reduced": sorted({each.dtype for each in reduced}),
         "reduced_bytes": sum(each.total_bytes for each in reduced),
     }
+
+
+def copied(module: Module) -> int:
+    """The bytes of the largest tensor that a loop copies as it is."""
+    bodies = [
+        module.computations[each.attribute("body")].instructions
+        for execution in module.executions
+        for each in execution.computation.instructions
+        if each.opcode == "while"
+    ]
+    copies = [each for body in bodies for each in body if each.opcode == "copy"]
+    return max((array.nbytes for each in copies for array in each.arrays), default=0)
 
 
 def starts(module: Module) -> Iterator[int]:
@@ -96,6 +114,9 @@ def main(folder: str, *wanted: str) -> None:
                 found: dict[str, Any] = {"refusal": ""}
             except CompileError as error:
                 found = {"refusal": str(error)}
+        elif text == "head":
+            build = partial(build_streamed, pieces=32)
+            found = {"copied": copied(compiled(Path(folder), build))}
         else:
             options = json.loads(text)
             found = schedule(Path(folder), lambda options=options: build_in_place(**options))

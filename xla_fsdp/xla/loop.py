@@ -298,6 +298,9 @@ class Loop:
         prefetched: indices of xs of which an iteration gets the slice of the next one; the last
             iteration gets its own slice.
         reverse: iterate from the last slice to the first.
+        in_pairs: let an iteration of the While operation compute two slices, the first of an odd
+            number before all. What the body carries and replaces while it is still in use, such as
+            a gathered tensor that the next slice needs, XLA otherwise copies in each iteration.
     """
 
     def __init__(
@@ -309,6 +312,7 @@ class Loop:
         *,
         prefetched: Iterable[int] = (),
         reverse: bool = False,
+        in_pairs: bool = False,
     ) -> None:
         self._body = body
         self._length = length
@@ -316,6 +320,8 @@ class Loop:
         self._xs = range(num_carry, num_carry + num_xs)
         self._prefetched = frozenset(num_carry + each for each in prefetched)
         self._reverse = reverse
+        # One pair alone would be no loop: XLA could then hold what both need at once.
+        self._at_once = 2 if in_pairs and length >= 4 else 1
         # By key of the update: an optimizer's update is traced in every step, but the loop is built
         # again only if the update computes something else.
         self._computations: dict[Hashable, Any] = {}
@@ -360,11 +366,19 @@ class Loop:
             xb.mkparam(builder, at, xb.tensor_shape(each))
             for at, each in enumerate([*operands, *further])
         ]
-        counter = _int32(builder, 0)
         ys = self.ys[0 if update is None else update.takes :]
         zeros = [_zeros(builder, self._length, each) for each in ys]
         iterate = functools.partial(self._iterate, update, len(operands))
-        done = xb.Op.mkwhile((counter, *params, *zeros), self._condition, iterate)
+
+        def at_once(*state: Any) -> tuple[Any, ...]:
+            for _ in range(self._at_once):
+                state = iterate(*state)
+            return state
+
+        start = (_int32(builder, 0), *params, *zeros)
+        for _ in range(self._length % self._at_once):
+            start = iterate(*start)
+        done = xb.Op.mkwhile(start, self._condition, at_once)
         stacks = [] if update is None else self._stacks(update, len(operands))
         results = [*range(self._num_carry), *range(len(params), len(params) + len(ys)), *stacks]
         return xb.Op.tuple([done.get_tuple_element(1 + at) for at in results]).build(LOOP_NAME)

@@ -295,6 +295,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "usual": {},
     "one_piece_is_enough": {"pieces": None},
     "two_pieces": {"pieces": 2, "bias": False},
+    "an_odd_number_of_pieces": {"pieces": 5},
     "more_pieces_than_rows": {"pieces": 1000, "label_smoothing": 0.1},
     "sum": {"reduction": "sum", "pieces": 4},
 }
@@ -391,7 +392,7 @@ def programs(rank: int) -> dict[Any, tuple[int, int, bool]]:
     from xla_fsdp.xla.host import execute_pending
 
     found = {}
-    for pieces in (1, 2, 8, "kept"):
+    for pieces in (1, 2, 8, 16, "kept"):
         kept = pieces == "kept"
         options = {"width": 128, "classes": 512, "bias": False, "pieces": 8 if kept else pieces}
         model = streamed(net(**options), reshard_after_forward=not kept)
@@ -406,9 +407,9 @@ def programs(rank: int) -> dict[Any, tuple[int, int, bool]]:
 
 def test_neither_the_weight_nor_the_logits_are_ever_whole() -> None:
     found = result("programs")
-    assert [whole for _, _, whole in found.values()] == [True, False, False, False]
-    assert [loops for _, loops, _ in found.values()] == [0, 2, 2, 2]
-    assert found[2][0] == found[8][0]
+    assert [whole for _, _, whole in found.values()] == [True, False, False, False, False]
+    assert [loops for _, loops, _ in found.values()] == [0, 2, 2, 2, 2]
+    assert found[8][0] == found[16][0] == found[2][0] + 1  # forward takes pairs of more than two
     # The block's weight and bias are not gathered again either.
     assert found["kept"][0] == found[8][0] - 1 - 2
 

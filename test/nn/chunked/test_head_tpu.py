@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from test.common.ranks import run_python
 from test.common.tpu_reports import counts, reports
 
 pytest.importorskip("libtpu", reason="the TPU compiler: pip install '.[preflight]'")
@@ -60,3 +63,10 @@ def test_the_program_does_not_grow_with_the_number_of_pieces() -> None:
     programs = [len(each["timeline"]["spans"]) for each in (few, many)]
     assert programs[0] == programs[1]
     assert many["memory"]["code"] < few["memory"]["code"] + MIB
+
+
+def test_no_gathered_piece_is_copied(tmp_path: Path) -> None:
+    done = run_python("-m", "test.common.tpu_schedules", str(tmp_path), "head", timeout=900)
+    assert done.returncode == 0, done.stderr
+    [line] = (each for each in done.stdout.splitlines() if each.startswith("{"))
+    assert json.loads(line)["copied"] < WEIGHT / 32

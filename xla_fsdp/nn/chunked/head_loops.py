@@ -31,6 +31,7 @@ from torch import Tensor
 from xla_fsdp.nn.chunked.chunks import Chunks
 from xla_fsdp.nn.chunked.softmax import OnlineCrossEntropy, logits_of
 from xla_fsdp.nn.chunked.weights import ChunkedWeights
+from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import Loop, TensorSpec, trace_body
 
 
@@ -91,8 +92,14 @@ def forward_loop(
         TensorSpec.of(hidden),
         TensorSpec.of(targets),
     ]
-    traced = trace_body(body, specs, "fsdp_head_forward")
-    return Loop(traced, config.chunks.count, num_sums + 1, len(xs), prefetched=[0])
+    return Loop(
+        trace_body(body, specs, "fsdp_head_forward"),
+        config.chunks.count,
+        num_sums + 1,
+        len(xs),
+        prefetched=[0],
+        in_pairs=True,  # as the next chunk is gathered under the only product with this one
+    )
 
 
 def backward_loop(
@@ -111,12 +118,14 @@ def backward_loop(
         gathered, so_far = values[:num_prefetched], values[num_prefetched:num_carry]
         sent, number, *bias = values[num_carry:-4]
         hidden, targets, norm, share = values[-4:]
-        following = [weights.gather(sent) for _ in gathered]
         [chunk] = gathered or [sent]
         logits, classes = config.logits(hidden, chunk, number, bias)
         exact = config.cross_entropy(targets).gradient(logits, classes, norm, share)
         grad = exact.to(config.dtype)
-        found = [*following, *(each + (grad @ chunk.to(config.dtype)) for each in so_far)]
+        sums = [each + (grad @ chunk.to(config.dtype)) for each in so_far]
+        # Gathered while this chunk is in use, the next one would be copied to where it is carried.
+        next_sent = ops.barrier_after_(sums, [sent.clone() for _ in gathered])
+        found = [*map(weights.gather, next_sent), *sums]
         if needed.weight:
             found.append(
                 weights.reduce_product(grad, hidden)

@@ -274,7 +274,7 @@ def check(mix: Mix, found: list[Trained]) -> None:
 
 @pytest.mark.parametrize("capacity", [0, -1.0])
 def test_a_capacity_is_above_zero(capacity: float) -> None:
-    with pytest.raises(ValueError, match=f"capacity is {capacity}; give a number above 0"):
+    with pytest.raises(ValueError, match=f"capacity is {capacity!r}; give a number above 0"):
         register("xla_fsdp_none", capacity=capacity)
 
 

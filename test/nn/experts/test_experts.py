@@ -114,9 +114,9 @@ def test_experts_that_are_not_those_of_tokens(experts: torch.Tensor) -> None:
         Routes.of(experts, 2)
 
 
-@pytest.mark.parametrize("capacity", [0, -1.0, float("nan")])
-def test_a_capacity_of_nothing(capacity: float) -> None:
-    with pytest.raises(ValueError, match=f"capacity is {capacity}; give a number above 0"):
+@pytest.mark.parametrize("capacity", [0, -1.0, float("nan"), "1", True])
+def test_a_capacity_of_nothing(capacity: Any) -> None:
+    with pytest.raises(ValueError, match=f"capacity is {capacity!r}; give a number above 0"):
         routes_of(capacity)
 
 

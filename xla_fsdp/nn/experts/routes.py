@@ -140,9 +140,10 @@ class Routes(NamedTuple):
 
 
 def check_capacity(capacity: float | None) -> None:
-    """Raise ValueError if a capacity is not above 0."""
-    if capacity is not None and not capacity > 0:
-        raise ValueError(f"capacity is {capacity}; give a number above 0, or None for no limit")
+    """Raise ValueError if a capacity is no number above 0."""
+    is_number = isinstance(capacity, (int, float)) and not isinstance(capacity, bool)
+    if capacity is not None and not (is_number and capacity > 0):
+        raise ValueError(f"capacity is {capacity!r}; give a number above 0, or None for no limit")
 
 
 class _Taken(torch.autograd.Function):

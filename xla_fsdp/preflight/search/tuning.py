@@ -396,6 +396,15 @@ class _Search:
         if best is None:
             return None
         own = [each for each in self._fitting() if each.way == best.way]
-        # Where a much larger batch turned out to be slower, those between lie on a line to it.
+        # Where a larger batch turned out to be slower, those between lie on a line to it.
         larger = [each for each in own if each.batch > best.batch][:1]
-        return next((each for each in [best, *larger] if each.report is None), None)
+        wanted = next((each for each in [best, *larger] if each.report is None), None)
+        if wanted is None:
+            return None
+        # A line does not reach far: small batches may take other times than it says. What is
+        # compiled is at most twice the largest batch that is known, or the next one.
+        [line] = [each for each in self.lines if each.way == best.way]
+        most = max(line.figures)
+        beyond = [each for each in own if most < each.batch < wanted.batch]
+        near = [each for each in beyond if each.batch <= 2 * most] or beyond[:1]
+        return near[-1] if wanted.batch > 2 * most and near else wanted

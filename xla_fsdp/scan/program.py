@@ -191,7 +191,7 @@ def forward_program(
         for at, position in enumerate(blocks.positions):
             # Otherwise XLA starts all gathers early, and leaves one of them blocking, as matmuls
             # hide one gather at a time; and none is left for the last matmul of the block.
-            params, following = _gathered(blocks, own, following, at, at + 1, in_turn=True)
+            params, following = _gathered(blocks, own, following, at, at + 1, x, in_turn=True)
             recorded = _record(blocks, position, own, at, params, x, needs)
             replays.append(recorded.replay)
             kept = [x, *recorded.kept] if collects or needs is not None else []
@@ -271,7 +271,7 @@ def backward_program(
         for at in reversed(range(len(blocks.positions))):
             position = blocks.positions[at]
             x, *saved = (once[index] for index in forward.saved_at[at])
-            params, following = _gathered(blocks, own, following, at, at - 1)
+            params, following = _gathered(blocks, own, following, at, at - 1, grad)
             _seed_own_numbers(blocks, at)
             with scope(position.weights.name, "backward"):
                 grad, grads, other_grads, node = _differentiate(
@@ -394,12 +394,13 @@ def _gathered(
     prefetched: Sequence[Tensor],
     at: int,
     next_at: int,
+    varying: Tensor,
     *,
     in_turn: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gather the large parameters of the block at position ``at``, and prefetch for the next one,
     at ``next_at`` of this or the next iteration; ``in_turn``, start each gather after the one
-    before it has finished, the prefetch last.
+    before it has finished, the prefetch last. ``varying`` is as for ``cast_in_loop``.
 
     Returns:
         All unsharded originals of this block, and the prefetched ones of the next block.
@@ -409,15 +410,17 @@ def _gathered(
     runs = weights.turns() if in_turn else [weights.gathered_late]
     now = [at for run in runs for at in run]
     own_now: list[Tensor] = []
+
+    def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        ready = cast_in_loop(tensor, dtype, varying)
+        return ops.barrier_after_(own_now[-1:], [ready.clone()])[0] if in_turn else ready
+
     for run in runs:
-        ready = [sent[at] for at in run]
-        own_now += weights.gather(run, _after(own_now, ready) if in_turn else ready, cast_in_loop)
+        own_now += weights.gather(run, [sent[at] for at in run], cast)
     following = blocks.positions[next_at % len(blocks.positions)]
     next_sent = inputs.blocks[next_at % len(blocks.positions)].sent
     to_follow = [next_sent[at] for at in following.prefetched_sent]
-    if in_turn:
-        to_follow = _after(own_now, to_follow)
-    followed = following.weights.gather(following.weights.prefetched, to_follow, cast_in_loop)
+    followed = following.weights.gather(following.weights.prefetched, to_follow, cast)
     found: dict[int, Tensor] = {}
     for params, tensors in (
         (weights.prefetched, prefetched),
@@ -426,10 +429,6 @@ def _gathered(
     ):
         found.update(zip(weights.originals(params), tensors, strict=True))
     return [found[original] for original in range(len(weights.group.originals))], followed
-
-
-def _after(gathered: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor]:
-    return ops.barrier_after_(gathered[-1:], [each.clone() for each in sent])
 
 
 def _requiring_grad(others: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:

@@ -127,16 +127,21 @@ def _traced(
         )
 
 
-def cast_in_loop(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a slice of a stack inside of a loop, not the stack before the loop."""
+def cast_in_loop(tensor: Tensor, dtype: torch.dtype, varying: Tensor) -> Tensor:
+    """Cast a slice of a stack inside of a loop, not the stack before the loop.
+
+    Args:
+        tensor: the slice.
+        dtype: to cast it to.
+        varying: any floating-point tensor that differs between iterations.
+    """
     # The TPU compiler moves a cast from float32 to bf16 before the loop, where it needs memory for
-    # the cast stack, even through a barrier. It does not move casts of integers, so the float32
-    # bits pass the barrier as integers.
+    # the cast stack, even through a barrier; but not past a sum with what only an iteration knows:
+    # zero, or 1e-30 if the first element of ``varying`` is NaN.
     if tensor.dtype != torch.float32 or dtype == tensor.dtype:
         return tensor.to(dtype)
-    bits = ops.bitcast(tensor, torch.int32)
-    torch_xla._XLAC._xla_optimization_barrier_([bits])
-    return ops.bitcast(bits, torch.float32).to(dtype)
+    first = varying.detach().reshape(-1)[:1]
+    return (tensor + (first != first).any().float() * 1e-30).to(dtype)
 
 
 def read_slice(tensor: Tensor, dim: int, at: Tensor, length: int) -> Tensor:

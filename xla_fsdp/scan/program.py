@@ -191,7 +191,9 @@ def forward_program(
         for at, position in enumerate(blocks.positions):
             # Otherwise XLA starts all gathers early, and leaves one of them blocking, as matmuls
             # hide one gather at a time; and none is left for the last matmul of the block.
-            params, following = _gathered(blocks, own, following, at, at + 1, x, in_turn=True)
+            params, following = _gathered(
+                blocks, own, following, at, at + 1, values[0], in_turn=True
+            )
             recorded = _record(blocks, position, own, at, params, x, needs)
             replays.append(recorded.replay)
             kept = [x, *recorded.kept] if collects or needs is not None else []
@@ -271,7 +273,7 @@ def backward_program(
         for at in reversed(range(len(blocks.positions))):
             position = blocks.positions[at]
             x, *saved = (once[index] for index in forward.saved_at[at])
-            params, following = _gathered(blocks, own, following, at, at - 1, grad)
+            params, following = _gathered(blocks, own, following, at, at - 1, values[0])
             _seed_own_numbers(blocks, at)
             with scope(position.weights.name, "backward"):
                 grad, grads, other_grads, node = _differentiate(
@@ -400,7 +402,8 @@ def _gathered(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gather the large parameters of the block at position ``at``, and prefetch for the next one,
     at ``next_at`` of this or the next iteration; ``in_turn``, start each gather after the one
-    before it has finished, the prefetch last. ``varying`` is as for ``cast_in_loop``.
+    before it has finished, the prefetch last. ``varying`` is as for ``cast_in_loop``,
+    and there when an iteration begins, so that no gather waits for a block.
 
     Returns:
         All unsharded originals of this block, and the prefetched ones of the next block.

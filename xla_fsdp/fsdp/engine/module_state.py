@@ -90,9 +90,7 @@ class FSDPModuleBase:
         """Run ``method`` without the ``ForwardOverride``, which only replaces ``forward``."""
         refuse_dynamo()
         state = self._fsdp_module_state
-        forward = state.with_buffers(method)
-        with package_code():
-            return state.unit.run(forward, args, kwargs, part=state.part)
+        return state.unit.run(state.with_buffers(method), args, kwargs, part=state.part)
 
     def _fsdp_units(self) -> list[FSDPState]:
         return units_in(self._fsdp_module())

@@ -24,7 +24,7 @@ from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, is_first, remember, remember_group
-from xla_fsdp.fsdp.engine.param_guards import Reads, name_of, package_code, read_by, without_values
+from xla_fsdp.fsdp.engine.param_guards import Reads, name_of, read_by, without_values
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
 from xla_fsdp.fsdp.engine.unit_collectives import AllGather, ReducedBuckets, ReduceScatter
 from xla_fsdp.xla import ops
@@ -249,7 +249,6 @@ class FSDPParamGroup:
 
     # ------------------------------------------------------------ all-gather
 
-    @package_code()  # a backward pass inside of a forward gathers, too
     def unshard(
         self, before: Sequence[Tensor], *, again: bool, to_post_forward_shards: bool
     ) -> Unsharded:
@@ -265,7 +264,6 @@ class FSDPParamGroup:
         larger = self.gather.gather_larger(before, again=again)
         return Unsharded(self.gather.unshard_larger(larger), larger)
 
-    @package_code()
     def unshard_again(
         self, before: Sequence[Tensor], post_forward_shards: Sequence[Tensor]
     ) -> list[Tensor]:

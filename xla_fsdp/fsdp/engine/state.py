@@ -46,7 +46,7 @@ from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
 from xla_fsdp.fsdp.engine.param import register_unsharded_views
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard
-from xla_fsdp.fsdp.engine.param_guards import forward_code, package_code, running, this_thread
+from xla_fsdp.fsdp.engine.param_guards import forward_code, running, this_thread
 from xla_fsdp.fsdp.engine.schedule import Schedule, ScheduleLog
 from xla_fsdp.fsdp.engine.scopes import backward_scopes, current_pass, in_phase
 from xla_fsdp.fsdp.engine.shard_tensor import ShardView, refuse_shard
@@ -302,14 +302,12 @@ class FSDPState:
 
     # ------------------------------------------------------------ at the user's request
 
-    @package_code()
     def prefetch(self, before: Sequence[Tensor] = ()) -> None:
         """Gather the parameters for the next forward or backward, once ``before`` are computed."""
         self.group.prefetch(
             before, again=current_pass() != -1, larger=self.settings.keeps_larger_shards
         )
 
-    @package_code()
     def unshard(self) -> None:
         """Let the modules hold unsharded parameters until the next forward, backward or
         ``reshard``. Gradients of results computed with them reach the shards."""

@@ -120,17 +120,18 @@ class AllGather:
     def _packed(self, before: Sequence[Tensor], *, again: bool) -> dict[Bucket, Tensor]:
         """Pack all shards into buckets, in their own dtype: they are cast to the compute dtype only
         when sent, as a cast copy takes memory until then."""
-        shards = [*map(ops.viewable, [param.shard for param in self._params])]
-        buckets = self._buckets_of(shards)
-        if again:
-            first = [each for each in before if each.is_floating_point()][:1]
-            # Behind the barrier first: XLA would fuse what is added with the optimizer's step,
-            # and gather a shard only once its gradient has been reduced.
-            shards = ops.barrier_after_(before, [shard.detach().clone() for shard in shards])
-            shards, before = ops.with_data_dependency(first, shards), ()
-        pairs = zip(self._params, shards, strict=True)
-        rows = [param.packing.in_rows(shard) for param, shard in pairs]
-        packed = ops.barrier_after_(before, [bucket.pack(rows) for bucket in buckets])
+        with torch._C.DisableTorchFunctionSubclass():  # a forward of the user's may run
+            shards = [ops.viewable(param.shard) for param in self._params]
+            if again:
+                first = [each for each in before if each.is_floating_point()][:1]
+                # Behind the barrier first: XLA would fuse what is added with the optimizer's step,
+                # and gather a shard only once its gradient has been reduced.
+                shards = ops.barrier_after_(before, [shard.detach().clone() for shard in shards])
+                shards, before = ops.with_data_dependency(first, shards), ()
+            pairs = zip(self._params, shards, strict=True)
+            rows = [param.packing.in_rows(shard) for param, shard in pairs]
+            buckets = self._buckets_of(shards)
+            packed = ops.barrier_after_(before, [bucket.pack(rows) for bucket in buckets])
         return dict(zip(buckets, packed, strict=True))
 
     def _unshard(self, packed: Mapping[Bucket, Tensor], *, larger: bool = False) -> list[Tensor]:

@@ -22,8 +22,7 @@ Linear = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 def linear(
     compute: Linear, tensors: Sequence[Tensor | None], again: Linear, adjoint: Linear
 ) -> list[Tensor | None]:
-    """Return ``compute(tensors)``, in grad mode with a graph that may be differentiated any number
-    of times.
+    """Return ``compute(tensors)``, with a graph that may be differentiated any number of times.
 
     Args:
         compute: the map, called once, without grad mode and with tensors that have no graph.
@@ -31,8 +30,6 @@ def linear(
         again: the same map, without side effects.
         adjoint: the map from gradients of the results to those of ``tensors``.
     """
-    if not torch.is_grad_enabled():
-        return compute(tensors)
     with torch.no_grad():
         results = compute([None if each is None else each.detach() for each in tensors])
     return list(_LinearMap.apply(results, again, adjoint, *tensors))
@@ -55,7 +52,8 @@ class _LinearMap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = linear(ctx.adjoint, grads, ctx.adjoint, ctx.compute)
+        back = ctx.adjoint
+        found = linear(back, grads, back, ctx.compute) if torch.is_grad_enabled() else back(grads)
         pairs = zip(found, ctx.needs_input_grad[3:], strict=True)
         return (None, None, None, *(grad if need else None for grad, need in pairs))
 

@@ -149,9 +149,9 @@ def layout_of(
     asked: int | None,
     flat: bool,
     on_dim_0: bool,
-) -> tuple[ShardLayout, tuple[int, ...]]:
-    """Return the layout of one shard of parameters that are joined end to end, and the shape of its
-    rows, or () for a shard [n].
+) -> tuple[ShardLayout, bool]:
+    """Return the layout of one shard of parameters that are joined end to end, and whether it has
+    the shape of whole rows; else it is [n].
 
     Args:
         shapes: of the parameters.
@@ -166,9 +166,9 @@ def layout_of(
         by_rows = False
     row_shape = (*first[:dim], *first[dim + 1 :])
     if (by_rows or dim) and first and math.prod(row_shape) > 0:
-        return rows_layout(first, num_shards, dim), row_shape
+        return rows_layout(first, num_shards, dim), True
     multiple = LANES if flat else shard_multiple(first, num_shards)
-    return ShardLayout((sum(map(math.prod, shapes)),), num_shards, multiple), ()
+    return ShardLayout((sum(map(math.prod, shapes)),), num_shards, multiple), False
 
 
 def row_numel(shapes: Sequence[Sequence[int]], layout: ShardLayout, dim: int) -> int:

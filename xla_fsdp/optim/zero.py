@@ -22,6 +22,7 @@ from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, shard_multiple
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.packing import packing_of
 from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, NamedShard
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded
@@ -446,11 +447,12 @@ class ParamSlices:
 
     def _make(self, param: nn.Parameter, key: str) -> FSDPParam:
         layout = slice_layout(param.shape, self.collectives.num_shards)
+        packing = packing_of((param.shape,), layout)
         original = OriginalParam((key,), param.shape, ())
         shard = ShardParameter(param.new_empty(0), requires_grad=param.requires_grad)
         shard.shard_rank = self.collectives.rank
         everywhere = self.collectives.num_shards == ops.world_size()
-        made = FSDPParam(key, [original], shard, layout, None, everywhere=everywhere)
+        made = FSDPParam(key, [original], shard, packing, None, everywhere=everywhere)
         shard.data = self._cut(made, param)
         return made
 

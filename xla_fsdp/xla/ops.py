@@ -532,6 +532,16 @@ def upload_all(tensors: Sequence[Tensor], on: torch.device | None = None) -> lis
     return torch_xla._XLAC._xla_tensors_from_aten(list(tensors), devices, None)
 
 
+def copied_to(tensor: Tensor, on: torch.device) -> Tensor:
+    """Return a copy of ``tensor`` on an XLA device; a meta tensor itself."""
+    if tensor.is_meta:
+        return tensor
+    if tensor.device.type == "cpu":
+        return upload(tensor, on)  # now: ``to`` leaves it to the next program
+    # A copy also on the device, where a leaf that is a view of another tensor keeps that alive.
+    return tensor.to(on, copy=True)
+
+
 def forget_token() -> None:
     """Drop torch_xla's token, which would make the next program depend on the last one."""
     torch_xla._XLAC._set_all_reduce_token(str(device()), None)

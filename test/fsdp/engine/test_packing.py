@@ -57,10 +57,7 @@ def test_what_is_packed_is_unpacked(name: str, num_shards: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_shards_in_the_order_of_ranks_are_what_is_packed(name: str, num_shards: int) -> None:
     packing, values = packing_of(name, num_shards)
-    from xla_fsdp.fsdp.engine.packing import cut_shard
-
-    rows = [packing.in_rows(value) for value in values]
-    shards = [cut_shard(rows, packing.layout, rank) for rank in range(num_shards)]
+    shards = [packing.cut(values, rank, by_rows=False) for rank in range(num_shards)]
     assert torch.equal(torch.cat(shards), packing.pack(values).reshape(-1))
     assert torch.cat(shards)[packing.layout.numel :].count_nonzero() == 0
 

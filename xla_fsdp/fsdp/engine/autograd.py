@@ -23,7 +23,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.higher_order import linear
+from xla_fsdp.distributed.higher_order import Linear, linear
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard
 from xla_fsdp.fsdp.engine.schedule import Dummies
 from xla_fsdp.fsdp.engine.unit_collectives import ReducedBuckets
@@ -116,7 +116,7 @@ class PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        result = linear(ctx.call.unit.post_backward_inputs, grads, list, list)
+        result = _mapped(ctx.call.unit.post_backward_inputs, grads)
         ctx.call.node_done(ctx.number)
         return (None, None, *result)
 
@@ -150,7 +150,7 @@ class Unshard(torch.autograd.Function):
         reduce = partial(unit.reduce_grads, early=call.take_reduced_early())
         # The shards of a gradient are parts of one mean over the ranks, so gradients with respect
         # to them are gathered as the shards themselves are, without another division.
-        result = linear(reduce, grads, unit.group.mean, unit.group.unsharded_grads)
+        result = _mapped(reduce, grads, unit.group.mean, unit.group.unsharded_grads)
         call.node_done(ctx.number)
         return (None, None, *result)
 
@@ -212,7 +212,14 @@ def gather_again(
     held = list(saved)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         saved.clear()
-    return linear(partial(call.unit.pre_backward, call, held), grads, list, list)
+    return _mapped(partial(call.unit.pre_backward, call, held), grads)
+
+
+def _mapped(
+    compute: Linear, grads: Sequence[Tensor | None], again: Linear = list, adjoint: Linear = list
+) -> list[Tensor | None]:
+    """Return ``compute(grads)``; where backward is to have a graph, by ``linear``."""
+    return linear(compute, grads, again, adjoint) if torch.is_grad_enabled() else compute(grads)
 
 
 # ---------------------------------------------------------------- outputs

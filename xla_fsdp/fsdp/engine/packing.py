@@ -58,6 +58,22 @@ class ShardPacking:
         each = rows.reshape(*length, -1, *self.row_shape)
         return each.movedim(len(length), len(length) + self.dim).contiguous()
 
+    def cut(self, unsharded: Sequence[Tensor], rank: int, *, by_rows: bool) -> Tensor:
+        """Return ``rank``'s shard, padded with zeros: [shard_numel], or if ``by_rows`` in the shape
+        of whole rows."""
+        wanted = self.layout.slice_for(rank)
+        pieces, start = [], 0
+        for tensor in unsharded:
+            begin, end = max(wanted.start - start, 0), min(wanted.stop - start, tensor.numel())
+            if begin < end:
+                pieces.append(self.in_rows(tensor.detach()).reshape(-1)[begin:end])
+            start += tensor.numel()
+        padding = self.layout.shard_numel - wanted.stop + wanted.start
+        if padding or not pieces:  # cat needs one
+            pieces.append(unsharded[0].detach().new_zeros(padding))
+        flat = torch.cat(pieces)
+        return self.from_rows(flat) if by_rows else flat
+
     def unpack(self, gathered: Tensor) -> list[Tensor]:
         """Return the unsharded tensors, one for each original.
 
@@ -108,18 +124,3 @@ class ShardPacking:
 def packing_of(shapes: tuple[torch.Size, ...], layout: ShardLayout, dim: int = 0) -> ShardPacking:
     """Return the packing for these arguments, which parameters of equal shapes share."""
     return ShardPacking(shapes, layout, dim)
-
-
-def cut_shard(tensors: Sequence[Tensor], layout: ShardLayout, rank: int) -> Tensor:
-    """Return ``rank``'s shard of tensors joined end to end, [shard_numel], padded with zeros."""
-    wanted = layout.slice_for(rank)
-    numels = [tensor.numel() for tensor in tensors]
-    pieces = []
-    for tensor, numel, start in zip(tensors, numels, accumulate(numels, initial=0), strict=False):
-        begin, end = max(wanted.start - start, 0), min(wanted.stop - start, numel)
-        if begin < end:
-            pieces.append(tensor.detach().reshape(-1)[begin:end])
-    padding = layout.shard_numel - wanted.stop + wanted.start
-    if padding or not pieces:  # cat needs one
-        pieces.append(tensors[0].detach().new_zeros(padding))
-    return torch.cat(pieces)

@@ -26,8 +26,8 @@ from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement, placed_params
-from xla_fsdp.distributed.shard_layout import ShardLayout, join_name
-from xla_fsdp.fsdp.engine.packing import cut_shard, packing_of
+from xla_fsdp.distributed.shard_layout import join_name
+from xla_fsdp.fsdp.engine.packing import ShardPacking
 from xla_fsdp.xla import ops
 
 # ---------------------------------------------------------------- attributes of modules
@@ -222,13 +222,12 @@ class FSDPParam:
     Args:
         key: name of the shard in the unit's state dict.
         originals: the original parameters, in the order in which they are joined.
-        shard: leaf parameter of ``layout.shard_numel`` elements on the rank's device: [n], or
-            [rows, ...] where whole rows along a dim are sharded.
-        layout: how the joined originals are sharded, with ``dim`` moved to the front.
+        shard: leaf parameter of one shard's elements on the rank's device: [n], or [rows, ...]
+            where whole rows along a dim are sharded.
+        packing: how the originals are joined and cut.
         compute_dtype: dtype in which parameters are gathered and used; None for the shard's own.
         home: for a flat shard, the module that registers it under ``key``; otherwise None.
         slots: of another unit's parameter that has the same shard.
-        dim: along which a single original is sharded.
         everywhere: whether every rank of the job has this parameter.
 
     Attributes:
@@ -242,11 +241,10 @@ class FSDPParam:
         key: str,
         originals: Sequence[OriginalParam],
         shard: nn.Parameter,
-        layout: ShardLayout,
+        packing: ShardPacking,
         compute_dtype: torch.dtype | None,
         home: nn.Module | None = None,
         slots: ParamSlots | None = None,
-        dim: int = 0,
         *,
         everywhere: bool = False,
     ) -> None:
@@ -256,7 +254,7 @@ class FSDPParam:
         self.unit = ""
         self.originals = tuple(originals)
         self.is_expert = self.originals[0].is_expert  # as are all that are joined
-        self.packing = packing_of(tuple(original.shape for original in originals), layout, dim)
+        self.packing = packing
         self.compute_dtype = compute_dtype
         self.slots = slots or ParamSlots(shard, registered=home is None)
         self.slots.users += 1
@@ -379,8 +377,7 @@ class FSDPParam:
 
     def slice_of(self, unsharded: Sequence[Tensor], rank: int) -> Tensor:
         """Return ``rank``'s shard of unsharded tensors, one for each original, on their device."""
-        rows = [self.packing.in_rows(tensor) for tensor in unsharded]
-        return self.as_shard(cut_shard(rows, self.packing.layout, rank))
+        return self.packing.cut(unsharded, rank, by_rows=self.by_rows)
 
     def to_unsharded(self, unsharded: Sequence[Tensor], *, idle: bool = False) -> None:
         """Point the modules at unsharded tensors; call ``check_owners`` before.

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.pytree import map_tensors, tensors_in
-from xla_fsdp.distributed.shard_layout import ShardLayout, rows_layout
-from xla_fsdp.fsdp.engine.packing import cut_shard
+from xla_fsdp.distributed.shard_layout import layout_of
+from xla_fsdp.fsdp.engine.packing import packing_of
 from xla_fsdp.fsdp.engine.param import FSDPParam, KnownGroup, all_joined, known_group, known_shard
 from xla_fsdp.fsdp.engine.param_guards import (
     COUNTS,
@@ -33,41 +33,6 @@ from xla_fsdp.xla import ops
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
-
-
-def make_shard(
-    tensors: Sequence[Tensor],
-    layout: ShardLayout,
-    rank: int,
-    device: torch.device,
-    row_shape: Sequence[int] = (),
-    dim: int = 0,
-) -> nn.Parameter:
-    """Cut ``rank``'s shard out of unsharded tensors joined end to end.
-
-    Only the shard is copied to ``device``, so that no parameter is unsharded there. Meta tensors
-    give a meta tensor.
-
-    Args:
-        tensors: one, or several of any shapes.
-        layout: of the joined tensors.
-        rank: whose shard to cut.
-        device: of the result.
-        row_shape: shape of a row without ``dim``; if empty, the shard is a vector.
-        dim: along which a single tensor is sharded.
-    """
-    flat = cut_shard([t.movedim(dim, 0) if dim else t for t in tensors], layout, rank)
-    rows = flat.reshape(-1, *row_shape).movedim(0, dim).contiguous() if row_shape else flat
-    if rows.device.type == "cpu" and device.type == "xla":
-        rows = ops.upload(rows, device)  # now: ``to`` leaves it to the next program
-    elif not rows.is_meta:
-        # A copy also on the device, where a leaf that is a view of another tensor keeps that alive.
-        rows = rows.to(device, copy=True)
-    shard = ShardParameter(rows, requires_grad=any(tensor.requires_grad for tensor in tensors))
-    shard.shard_rank = rank
-    if len(tensors) == 1:  # attributes that the user has set, for groups of an optimizer say
-        vars(shard).update(vars(tensors[0]))
-    return shard
 
 
 def is_sharded(param: Tensor) -> bool:
@@ -101,14 +66,10 @@ def distribute_tensor(tensor: Tensor, device_mesh: Mesh, placements: Any) -> Ten
         A tensor on this rank's XLA device.
     """
     dim, axis = placements[-1].dim, device_mesh.axis_names[-1]
-    row_shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
-    width, num_shards = torch.Size(row_shape).numel() if tensor.dim() else 0, device_mesh.size(axis)
-    layout = ShardLayout((tensor.numel(),), num_shards)
-    if width:
-        layout = rows_layout(tensor.shape, num_shards, dim)
-    rank = device_mesh.local_rank(ops.rank(), axis)
-    shard = make_shard([tensor], layout, rank, ops.device(), row_shape if width else (), dim)
-    return shard.detach()
+    shapes, rank = (tensor.shape,), device_mesh.local_rank(ops.rank(), axis)
+    layout, by_rows = layout_of(shapes, device_mesh.size(axis), dim, flat=False, on_dim_0=True)
+    packing = packing_of(shapes, layout, dim)
+    return ops.copied_to(packing.cut([tensor], rank, by_rows=by_rows), ops.device())
 
 
 class ShardView:

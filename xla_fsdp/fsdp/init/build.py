@@ -29,9 +29,10 @@ from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.mesh import EXPERT, Mesh
 from xla_fsdp.distributed.placement import TensorPlacement, known_placement, placements_in
 from xla_fsdp.distributed.pytree import map_tensors
-from xla_fsdp.distributed.shard_layout import ShardLayout, join_name, layout_of
+from xla_fsdp.distributed.shard_layout import join_name, layout_of
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
 from xla_fsdp.fsdp.engine.module_state import CastBuffers, ModuleState, is_fsdp_module
+from xla_fsdp.fsdp.engine.packing import ShardPacking, packing_of
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
     ModuleAttr,
@@ -41,7 +42,7 @@ from xla_fsdp.fsdp.engine.param import (
 )
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.scopes import turn_on_if_asked
-from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded, make_shard
+from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.init.peer_values import note_values
 from xla_fsdp.nn.embedding_grad import sum_small_in_float32
@@ -530,22 +531,17 @@ class _Sharder:
     def shard(self, key: str, parts: Sequence[tuple[Tensor, OriginalParam]]) -> FSDPParam:
         """Make one shard of the parameters in ``parts``, joined end to end if there are several."""
         tensors, originals = [tensor for tensor, _ in parts], [original for _, original in parts]
-        dim = self.dims.get(id(tensors[0]))
         by = self._among(originals[0])
-        layout, row_shape = self._layout(originals, dim, by)
-        shard = make_shard(tensors, layout, by.rank, self.device, row_shape, dim or 0)
+        packing, by_rows = self._packing(originals, self.dims.get(id(tensors[0])), by)
+        # Only the shard is copied to the device, so that no parameter is unsharded there.
+        own = ops.copied_to(packing.cut(tensors, by.rank, by_rows=by_rows), self.device)
+        shard = ShardParameter(own, requires_grad=any(tensor.requires_grad for tensor in tensors))
+        shard.shard_rank = by.rank
+        if len(tensors) == 1:  # attributes that the user has set, for groups of an optimizer say
+            vars(shard).update(vars(tensors[0]))
         home = self.home if self.config.flatten_parameters else None
-        dtype = self._compute_dtype(originals[0])
-        param = FSDPParam(
-            key,
-            originals,
-            shard,
-            layout,
-            dtype,
-            home,
-            dim=dim or 0,
-            everywhere=self.communication.covers_all,
-        )
+        dtype, covers_all = self._compute_dtype(originals[0]), self.communication.covers_all
+        param = FSDPParam(key, originals, shard, packing, dtype, home, everywhere=covers_all)
         origins = [self.origins[id(each)] for each in tensors if id(each) in self.origins]
         remember(param, [*tensors, shard, *origins])
         return param
@@ -553,8 +549,7 @@ class _Sharder:
     def adopt(self, theirs: FSDPParam, tensor: Tensor, original: OriginalParam) -> FSDPParam:
         """Return a parameter with the shard that another unit has made of the same tensor."""
         dim = self.dims.get(id(tensor), theirs.packing.dim or None)
-        by = self._among(original)
-        layout, _ = self._layout([original], dim, by)
+        layout = self._packing([original], dim, self._among(original))[0].layout
         name = original.names[0]
         if theirs.is_flat or self.config.flatten_parameters:
             raise ValueError(
@@ -574,15 +569,13 @@ class _Sharder:
                 f"is sharded as {theirs.packing.layout}, not {layout}. Give both units the same "
                 f"options"
             )
-        dtype = self._compute_dtype(original)
         return FSDPParam(
             name,
             [original],
             theirs.leaf,
-            layout,
-            dtype,
+            theirs.packing,
+            self._compute_dtype(original),
             slots=theirs.slots,
-            dim=theirs.packing.dim,
             everywhere=self.communication.covers_all,
         )
 
@@ -607,12 +600,15 @@ class _Sharder:
         statistics = _statistics_dtype(original.owners[0].module, self.config)
         return statistics or self.config.compute_dtype
 
-    def _layout(
+    def _packing(
         self, originals: Sequence[OriginalParam], asked: int | None, by: Collectives
-    ) -> tuple[ShardLayout, Sequence[int]]:
+    ) -> tuple[ShardPacking, bool]:
+        """Return how originals are joined and cut, along dim ``asked`` if it is not None, and
+        whether shards have the shape of whole rows."""
         shapes = tuple(original.shape for original in originals)
         flat, on_dim_0 = self.config.flatten_parameters, self.config.shard_param_on_dim_0
-        return layout_of(shapes, by.num_shards, asked, flat, on_dim_0)
+        layout, by_rows = layout_of(shapes, by.num_shards, asked, flat, on_dim_0)
+        return packing_of(shapes, layout, asked or 0), by_rows
 
 
 def _originals(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:

@@ -242,27 +242,17 @@ def before_backward(step: GradStep, outputs: Sequence[Tensor]) -> None:
     """
     once = _OncePerPass(step)
     for output in outputs:
-        if not (on_device(output) and output.requires_grad) or _is_param(output):
+        if not (on_device(output) and output.requires_grad):
             continue
+        base = output if output._base is None else output._base
+        if base.is_leaf or isinstance(base.grad_fn, _PARAM_NODES):
+            continue  # a parameter, or a view of one: no node of the forward has made it
         if output._backward_hooks:
             once.before_hooks_of(output)
         # A change of a view in place gives it another node, but leaves that of its base.
-        for tensor in (output, base_of(output)):
-            if tensor.grad_fn is not None:
-                once.add_to(tensor.grad_fn)
-
-
-def base_of(tensor: Tensor) -> Tensor:
-    """Return the tensor that ``tensor`` is a view of, or itself."""
-    base = tensor._base
-    return tensor if base is None else base
-
-
-def _is_param(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a leaf, an unsharded parameter, or a view of one; no node of the
-    forward has made it."""
-    source = base_of(tensor)
-    return source.is_leaf or isinstance(source.grad_fn, _PARAM_NODES)
+        for node in (output.grad_fn, base.grad_fn):
+            if node is not None:
+                once.add_to(node)
 
 
 _PARAM_NODES = (Unshard._backward_cls, EarlyReduce._backward_cls)
@@ -479,12 +469,6 @@ class SavedParams:
 def version_of(tensor: Tensor) -> int:
     """Return how often ``tensor`` was changed in place; 0 in inference mode, which counts none."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def through(node: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors, those on an XLA device replaced by ``node(*device_tensors)``."""
-    results = iter(node(*[tensor for tensor in tensors if on_device(tensor)]))
-    return [next(results) if on_device(tensor) else tensor for tensor in tensors]
 
 
 def on_device(tensor: Tensor) -> bool:

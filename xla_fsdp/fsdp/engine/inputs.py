@@ -30,7 +30,6 @@ from xla_fsdp.distributed.pytree import (
     substitutes,
     tensors_in,
 )
-from xla_fsdp.fsdp.engine.autograd import base_of, on_device
 from xla_fsdp.xla import ops
 
 
@@ -220,6 +219,11 @@ class View:
             return self.recipe._view_func_unsafe(copy)
 
 
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that ``tensor`` is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
 Views = Sequence[View] | None
 """How to make each of several tensors; None if they are the sources themselves."""
 
@@ -305,7 +309,7 @@ def _can_be_returned(copy: Tensor, tensor: Tensor) -> bool:
 def _is_moved(copy: Tensor, tensor: Tensor) -> bool:
     """Return whether ``copy`` was made of an argument in host memory. It is another tensor for the
     caller, as that of ``tensor.to(device)``: changes of it stay with it."""
-    return on_device(copy) and not on_device(tensor)
+    return copy.device != tensor.device
 
 
 # ---------------------------------------------------------------- changes in place
@@ -341,10 +345,12 @@ class Changes:
         known: dict[int, tuple[Tensor, Tensor]] = {}
         for at in changed:
             source, copy, base = self._sources[at], self._copies[at], self._bases[at]
+            if _is_moved(copy, source):
+                continue
             if base.grad_fn is not self._graphs[at]:
-                if (copy is not source or on_device(copy)) and not _is_moved(copy, source):
+                if copy is not source or copy.device.type == "xla":
                     known[id(base)] = base, self._owner(at)
-            elif copy is not source and not _is_moved(copy, source):
+            elif copy is not source:
                 # Without grad mode leaves can be changed too.
                 with torch.no_grad():
                     source.copy_(copy)

@@ -38,9 +38,7 @@ from xla_fsdp.fsdp.engine.autograd import (
     before_backward,
     connect,
     gather_again,
-    on_device,
     reduce_early,
-    through,
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
@@ -464,10 +462,11 @@ class FSDPState:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the inputs, those on the device as outputs of a ``PostBackward`` node, and the
         tensors that the next gather must wait for."""
-        lazy = [tensor for tensor in inputs if on_device(tensor)]
+        lazy = [tensor for tensor in inputs if tensor.device.type == "xla"]
         with torch.no_grad():
             ready, before = self._ordered(lazy, recomputed=call.recomputed)
-        return through(partial(PostBackward.apply, call, ready), inputs), before
+        tied = dict(zip(map(id, lazy), PostBackward.apply(call, ready, *lazy), strict=True))
+        return [tied.get(id(tensor), tensor) for tensor in inputs], before
 
     def _ordered(
         self, inputs: list[Tensor], *, recomputed: bool

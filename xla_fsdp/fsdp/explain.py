@@ -17,8 +17,8 @@ from torch import nn
 
 from xla_fsdp.distributed.collectives import Bucket
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_fsdp_modules
-from xla_fsdp.fsdp.engine.scopes import joined
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.thread import joined
 from xla_fsdp.scan.api import holds_blocks
 from xla_fsdp.scan.automatic import AutomaticScan, why_one_by_one
 from xla_fsdp.scan.block_scan import BlockScan

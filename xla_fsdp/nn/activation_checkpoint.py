@@ -41,9 +41,8 @@ from xla_fsdp.fsdp.engine.autograd import (
 )
 from xla_fsdp.fsdp.engine.inputs import Inputs
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
-from xla_fsdp.fsdp.engine.param_guards import this_thread
-from xla_fsdp.fsdp.engine.scopes import current_pass, scope
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.thread import current_pass, scope, this_thread
 from xla_fsdp.wrap import has_forward
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.graph import buffer_id

@@ -25,8 +25,8 @@ from torch.nn import Parameter
 from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.fsdp.engine.autograd import ForwardCall, SavedParams, on_device, version_of
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.thread import package_code
 from xla_fsdp.fsdp.engine.unit_collectives import expect_on_all_ranks
 from xla_fsdp.nn.chunked.chunks import TILE, Chunks
 from xla_fsdp.nn.forward_weight import compute_by, weights_are_whole

@@ -25,7 +25,7 @@ from xla_fsdp.fsdp.engine.param import (
     owners_of_grads,
     refuse_shown,
 )
-from xla_fsdp.fsdp.engine.param_guards import with_shards
+from xla_fsdp.fsdp.engine.thread import with_shards
 from xla_fsdp.xla import ops
 
 

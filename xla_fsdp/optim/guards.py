@@ -45,8 +45,8 @@ from xla_fsdp.fsdp.engine.param import (
     refuse_shown,
     slices_without_grads,
 )
-from xla_fsdp.fsdp.engine.param_guards import begin_step, end_step, package_code
 from xla_fsdp.fsdp.engine.shard_tensor import SavedShard, ShardView, is_part, is_sharded
+from xla_fsdp.fsdp.engine.thread import begin_step, end_step, package_code
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
 from xla_fsdp.optim.optimizers import (
     StepWatch,

@@ -24,8 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
-from xla_fsdp.fsdp.engine.scopes import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.thread import current_pass
 from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.model_averagers import PostLocalSGDOptimizer
 from xla_fsdp.optim.optimizers import (

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.fsdp.engine.param_guards import this_thread
-from xla_fsdp.fsdp.engine.scopes import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.thread import current_pass, this_thread
 from xla_fsdp.fsdp.engine.transitions import UnitState
 from xla_fsdp.nn.activation_checkpoint import in_region, is_checkpointed, regions_run_once
 from xla_fsdp.scan.block_inputs import Arguments

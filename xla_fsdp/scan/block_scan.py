@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.autograd import on_device
 from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
-from xla_fsdp.fsdp.engine.scopes import current_pass, joined
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.thread import current_pass, joined
 from xla_fsdp.nn.remat_policy import ActivationStore, policy_of
 from xla_fsdp.scan.autograd import ForwardCounter, PositionCall, ScanCall
 from xla_fsdp.scan.block_inputs import (

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from xla_fsdp.fsdp.engine.scopes import current_pass, scope
+from xla_fsdp.fsdp.engine.thread import current_pass, scope
 from xla_fsdp.nn.remat_policy import ActivationStore, Recorded, RematPolicy, Replay, is_replaced
 from xla_fsdp.scan.errors import NoLoopError
 from xla_fsdp.scan.tracing import Template, body_difference, split

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from xla_fsdp.fsdp.engine.autograd import on_device, present
 from xla_fsdp.fsdp.engine.param import FSDPParam, all_joined
-from xla_fsdp.fsdp.engine.param_guards import package_code
-from xla_fsdp.fsdp.engine.scopes import current_pass
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.thread import current_pass, package_code
 from xla_fsdp.xla import ops
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from test.common.ranks import run_on_ranks
-from xla_fsdp.fsdp.engine.scopes import VARIABLE, joined, label_of
+from xla_fsdp.fsdp.engine.thread import VARIABLE, joined, label_of
 
 
 def trained(rank: int) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from xla_fsdp.checkpoint.format.plan import original_name
 from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, own_parts
 from xla_fsdp.fsdp.engine.param_group import NamedShard
-from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
+from xla_fsdp.fsdp.engine.thread import package_code
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.programs import copies_of
 

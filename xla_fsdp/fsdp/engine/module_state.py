@@ -25,9 +25,9 @@ from xla_fsdp.fsdp.engine.deferred import take_memory
 from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
 from xla_fsdp.fsdp.engine.param import drop_names
 from xla_fsdp.fsdp.engine.param_group import NamedShard
-from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.thread import package_code
 from xla_fsdp.fsdp.engine.transitions import UnitState
 
 

@@ -1,18 +1,13 @@
-"""Torch functions called with shards, in code of the user that means the full parameter.
+"""What torch functions read and compute of a shard, where the user means the full parameter.
 
-A function that computes with a shard's values in a forward raises; outside of forwards only one
-that mixes elements, as shards may be stepped and averaged.
-
-Invariants: in optimizers and backward passes, torch functions called with shards run no code of
-this file but one look-up.
+One that computes with a shard's values in a forward raises; outside of forwards only one that mixes
+elements, as shards may be stepped and averaged.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -119,90 +114,3 @@ def _mixing_name(func: Any) -> str:
     name = name_of(func)
     mixes = name in _MIXING or name in _MIXING_ALONE or name.startswith("linalg_")
     return name if mixes else ""
-
-
-# ---------------------------------------------------------------- shards in the user's code
-
-
-class Code(Enum):
-    """What code a thread runs."""
-
-    OUTSIDE = auto()  # of forwards: the user's, or backward
-    FORWARD = auto()  # of a user's module
-    PACKAGE = auto()  # this package's, or an optimizer's step
-
-
-class Thread(threading.local):
-    """What the calling thread does.
-
-    Attributes:
-        runs: what code.
-        units: those whose forward runs, outermost first.
-        before_steps: ``runs`` before each optimizer step.
-    """
-
-    def __init__(self) -> None:
-        self.runs = Code.OUTSIDE
-        self.units: list[Any] = []
-        self.before_steps: list[Code] = []
-
-
-this_thread = Thread()
-
-
-@contextmanager
-def _running(code: Code) -> Iterator[None]:
-    before, this_thread.runs = this_thread.runs, code
-    try:
-        yield
-    finally:
-        this_thread.runs = before
-
-
-package_code = functools.partial(_running, Code.PACKAGE)
-"""``with package_code():`` runs this package's code, which may compute with shards."""
-forward_code = functools.partial(_running, Code.FORWARD)
-"""``with forward_code():`` runs the forward of a user's module."""
-
-
-@contextmanager
-def running(unit: Any) -> Iterator[None]:
-    """Run the forward of a user's module, of which ``unit`` has the parameters."""
-    before, this_thread.runs = this_thread.runs, Code.FORWARD
-    this_thread.units.append(unit)
-    try:
-        yield
-    finally:
-        this_thread.runs = before
-        this_thread.units.remove(unit)
-
-
-@contextmanager
-def with_shards() -> Iterator[None]:
-    """Let the block compute with shards, except in the forward of a user's module."""
-    with _running(Code.FORWARD if this_thread.runs is Code.FORWARD else Code.PACKAGE):
-        yield
-
-
-def begin_step() -> None:
-    """Let an optimizer compute with shards, also one that steps in a forward (of a module whose
-    forward is a training step)."""
-    this_thread.before_steps.append(this_thread.runs)
-    this_thread.runs = Code.PACKAGE
-
-
-def end_step() -> None:
-    """Undo the latest ``begin_step``. After a step that raised, leaving the forward does so."""
-    this_thread.runs = this_thread.before_steps.pop()
-
-
-class GuardedShard:
-    """The ``__torch_function__`` of a class of shards: in the forward of a user's module its
-    ``_fsdp_in_forward``, outside its ``_fsdp_outside``, and elsewhere torch's own."""
-
-    def __get__(self, shard: Any, kind: Any) -> Any:
-        if this_thread.runs is Code.FORWARD:
-            return kind._fsdp_in_forward
-        if this_thread.runs is Code.OUTSIDE and torch._C._current_graph_task_id() == -1:
-            return kind._fsdp_outside
-        return torch._C._disabled_torch_function_impl

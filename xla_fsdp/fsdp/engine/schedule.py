@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from xla_fsdp.distributed.collectives import Bucket
-from xla_fsdp.fsdp.engine.param_guards import this_thread
-from xla_fsdp.fsdp.engine.scopes import backward_scopes, current_pass
+from xla_fsdp.fsdp.engine.thread import backward_scopes, current_pass, this_thread
 from xla_fsdp.xla import ops
 
 

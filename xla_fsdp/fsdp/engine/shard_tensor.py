@@ -21,14 +21,13 @@ from xla_fsdp.fsdp.engine.packing import packing_of
 from xla_fsdp.fsdp.engine.param import FSDPParam, KnownGroup, all_joined, known_group, known_shard
 from xla_fsdp.fsdp.engine.param_guards import (
     COUNTS,
-    GuardedShard,
     Reads,
     mixes_elements,
     name_of,
-    package_code,
     read_by,
     without_values,
 )
+from xla_fsdp.fsdp.engine.thread import GuardedShard, package_code
 from xla_fsdp.xla import ops
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from xla_fsdp.fsdp.engine.param import (
     remember_group,
 )
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, NamedShard
-from xla_fsdp.fsdp.engine.param_guards import package_code
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like
+from xla_fsdp.fsdp.engine.thread import package_code
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.host import to_host
 

@@ -44,10 +44,16 @@ from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
 from xla_fsdp.fsdp.engine.param import register_unsharded_views
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard
-from xla_fsdp.fsdp.engine.param_guards import forward_code, running, this_thread
 from xla_fsdp.fsdp.engine.schedule import Schedule, ScheduleLog
-from xla_fsdp.fsdp.engine.scopes import backward_scopes, current_pass, in_phase
 from xla_fsdp.fsdp.engine.shard_tensor import ShardView, refuse_shard
+from xla_fsdp.fsdp.engine.thread import (
+    backward_scopes,
+    current_pass,
+    forward_code,
+    in_phase,
+    running,
+    this_thread,
+)
 from xla_fsdp.fsdp.engine.transitions import (
     NEEDS_GATHER,
     REVOKED,

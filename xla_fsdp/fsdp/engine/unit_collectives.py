@@ -31,7 +31,7 @@ from xla_fsdp.distributed.collectives import (
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
-from xla_fsdp.fsdp.engine.scopes import in_phase
+from xla_fsdp.fsdp.engine.thread import in_phase
 from xla_fsdp.xla import ops
 
 

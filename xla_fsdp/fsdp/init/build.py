@@ -41,9 +41,9 @@ from xla_fsdp.fsdp.engine.param import (
     remember,
 )
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.fsdp.engine.scopes import turn_on_if_asked
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.thread import turn_on_if_asked
 from xla_fsdp.fsdp.init.peer_values import note_values
 from xla_fsdp.nn.embedding_grad import sum_small_in_float32
 from xla_fsdp.nn.large_linear import compute_in_pieces

@@ -26,8 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from xla_fsdp.distributed.collectives import Collectives, XlaCollectives
 from xla_fsdp.fsdp.engine.param import held_shape
-from xla_fsdp.fsdp.engine.scopes import current_pass, label_of, units_named
 from xla_fsdp.fsdp.engine.state import FSDPState
+from xla_fsdp.fsdp.engine.thread import current_pass, label_of, units_named
 from xla_fsdp.nn.attention import splash
 from xla_fsdp.nn.experts import megablox
 from xla_fsdp.nn.forward_weight import with_whole_weights

@@ -1,26 +1,122 @@
-"""Scopes that name units and phases in the metadata of traced programs.
+"""What the calling thread runs: whose forward or backward, and in which phase of which unit.
 
-An operation's ``op_name`` in the HLO then holds the phase in which a unit traced it, such as
-``blocks.3/all-gather.1``, innermost last; profiles and dumps show it. Phases are in ``PHASES``.
-Blocks that run as a loop have one name, such as ``blocks.0-11``. torch_xla numbers equal scopes,
-and notes them only in its debug mode for IR, which takes the Python stack of every operation: so
-there are none outside of ``units_named``.
+By that torch functions that are called with shards compute, or raise (``GuardedShard``). And by it
+operations are named in traced programs: their ``op_name`` in the HLO then holds the phase in which
+a unit traced them, such as ``blocks.3/all-gather.1``, innermost last; profiles and dumps show it.
+Phases are in ``PHASES``. Blocks that run as a loop have one name, such as ``blocks.0-11``.
+torch_xla numbers equal scopes, and notes them only in its debug mode for IR, which takes the Python
+stack of every operation: so there are none outside of ``units_named``.
+
+Invariants: in optimizers and backward passes, torch functions called with shards run no code of
+this package but one look-up.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum, auto
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from xla_fsdp.xla.graph import Scope, metadata
+
+current_pass = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that the calling thread runs, or -1 outside of one."""
+
+# ---------------------------------------------------------------- whose code
+
+
+class Code(Enum):
+    """What code a thread runs."""
+
+    OUTSIDE = auto()  # of forwards: the user's, or backward
+    FORWARD = auto()  # of a user's module
+    PACKAGE = auto()  # this package's, or an optimizer's step
+
+
+class Thread(threading.local):
+    """What the calling thread does.
+
+    Attributes:
+        runs: what code.
+        units: those whose forward runs, outermost first.
+        before_steps: ``runs`` before each optimizer step.
+    """
+
+    def __init__(self) -> None:
+        self.runs = Code.OUTSIDE
+        self.units: list[Any] = []
+        self.before_steps: list[Code] = []
+
+
+this_thread = Thread()
+
+
+@contextmanager
+def _running(code: Code) -> Iterator[None]:
+    before, this_thread.runs = this_thread.runs, code
+    try:
+        yield
+    finally:
+        this_thread.runs = before
+
+
+package_code = functools.partial(_running, Code.PACKAGE)
+"""``with package_code():`` runs this package's code, which may compute with shards."""
+forward_code = functools.partial(_running, Code.FORWARD)
+"""``with forward_code():`` runs the forward of a user's module."""
+
+
+@contextmanager
+def running(unit: Any) -> Iterator[None]:
+    """Run the forward of a user's module, of which ``unit`` has the parameters."""
+    before, this_thread.runs = this_thread.runs, Code.FORWARD
+    this_thread.units.append(unit)
+    try:
+        yield
+    finally:
+        this_thread.runs = before
+        this_thread.units.remove(unit)
+
+
+@contextmanager
+def with_shards() -> Iterator[None]:
+    """Let the block compute with shards, except in the forward of a user's module."""
+    with _running(Code.FORWARD if this_thread.runs is Code.FORWARD else Code.PACKAGE):
+        yield
+
+
+def begin_step() -> None:
+    """Let an optimizer compute with shards, also one that steps in a forward (of a module whose
+    forward is a training step)."""
+    this_thread.before_steps.append(this_thread.runs)
+    this_thread.runs = Code.PACKAGE
+
+
+def end_step() -> None:
+    """Undo the latest ``begin_step``. After a step that raised, leaving the forward does so."""
+    this_thread.runs = this_thread.before_steps.pop()
+
+
+class GuardedShard:
+    """The ``__torch_function__`` of a class of shards: in the forward of a user's module its
+    ``_fsdp_in_forward``, outside its ``_fsdp_outside``, and elsewhere torch's own."""
+
+    def __get__(self, shard: Any, kind: Any) -> Any:
+        if this_thread.runs is Code.FORWARD:
+            return kind._fsdp_in_forward
+        if this_thread.runs is Code.OUTSIDE and current_pass() == -1:
+            return kind._fsdp_outside
+        return torch._C._disabled_torch_function_impl
+
+
+# ---------------------------------------------------------------- names of units and phases
 
 VARIABLE = "XLA_FSDP_UNIT_NAMES"
 
@@ -53,13 +149,13 @@ def turn_on_if_asked() -> None:
 
 
 @functools.cache
-def _named_for_good() -> contextlib.ExitStack:
-    stack = contextlib.ExitStack()
+def _named_for_good() -> ExitStack:
+    stack = ExitStack()
     stack.enter_context(units_named())
     return stack
 
 
-@contextlib.contextmanager
+@contextmanager
 def units_named() -> Iterator[None]:
     """Name units in what is traced inside the block. A block inside another does nothing."""
     if not _named.acquire(blocking=False):
@@ -72,16 +168,12 @@ def units_named() -> Iterator[None]:
         _named.release()
 
 
-current_pass = torch._C._current_graph_task_id
-"""Returns the number of the backward pass that the calling thread runs, or -1 outside of one."""
-
-
 def scope(unit: str, phase: str) -> AbstractContextManager[None]:
     """Name what is traced inside the block, if units are named."""
     return _opened(f"{unit}/{phase}") if _named.locked() else nullcontext()
 
 
-@contextlib.contextmanager
+@contextmanager
 def _opened(name: str) -> Iterator[None]:
     opened = Scope(name)
     try:

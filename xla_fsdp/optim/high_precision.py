@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.distributed.random_bits import random_bits, salt_of
-from xla_fsdp.optim.optimizers import fitting, in_own_order, is_elementwise, params_of
+from xla_fsdp.optim.guards import fitting, in_own_order
+from xla_fsdp.optim.optimizers import is_elementwise, params_of
 from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer, free
 from xla_fsdp.xla import ops
 

@@ -1,4 +1,4 @@
-"""What is known of torch's optimizers: how they step, their first state, and their state dicts.
+"""What is known of torch's optimizers: how they step, their first state, what they may be given.
 
 An optimizer is *elementwise* if a step on slices of a parameter gives the same as on the parameter.
 Unknown optimizers count as not elementwise: results are right, only memory is not saved.
@@ -6,40 +6,33 @@ Unknown optimizers count as not elementwise: results are right, only memory is n
 The state of a parameter (moments of zeros) is made in its first step. Traced so, the zeros are
 constants of that step's program, and the second step, which takes the moments as inputs, is another
 program: a model would be compiled twice. With state that is on the device before, both are one.
-
-State dicts know parameters by position. torch_xla's FSDP lists the parameters of an outer unit
-before those of inner ones; here they come in the order of the model. So the state of a job of
-torch_xla belongs to other parameters, unless the order is that of the model's file, which is noted
-when that is loaded, until the first step. Nothing has changed when an error is raised.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import threading
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial, wraps
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn, optim
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
-from xla_fsdp.fsdp.engine.load_hooks import (
-    PLACES,
-    Places,
-    places_of,
-    refuse_other_places,
-    upstream_lock,
-    upstream_order,
-)
-from xla_fsdp.fsdp.engine.param import FSDPParam, held_shape, known_group, known_shard
+from xla_fsdp.fsdp.engine.load_hooks import upstream_lock, upstream_order
+from xla_fsdp.fsdp.engine.param import FSDPParam, held_shape, known_shard, slices_without_grads
+from xla_fsdp.fsdp.engine.shard_tensor import is_part
+from xla_fsdp.fsdp.engine.thread import begin_step, end_step
 from xla_fsdp.xla import ops
 
 # Not Adafactor and Muon (rows, columns and norms of a matrix), nor LBFGS (inner products).
@@ -241,6 +234,8 @@ def _fill(optimizer: Optimizer, params: list[Tensor]) -> None:
                     made.append((optimizer.state[param], name, value, values[name]))
                 else:
                     optimizer.state[param][name] = value
+    if not made:
+        return
     filled = functools.cache(_filled)
     tensors = ops.upload_all([filled(v.shape, v.dtype, number) for *_, v, number in made])
     for (state, name, *_), tensor in zip(made, tensors, strict=True):
@@ -321,17 +316,37 @@ def make_missing_states() -> RemovableHandle:
     return register_optimizer_step_pre_hook(StepWatch(before_step))
 
 
-# ---------------------------------------------------------------- state dicts
+# ---------------------------------------------------------------- before each step
 
-_translated: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-"""The last place of the order in which an optimizer has loaded state."""
-
-
-class _Own(threading.local):
-    order = False
+_num_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""How many parameters of an optimizer were checked before its first step, or after a change.
+Process-wide, not by rank, as hooks of all optimizers are."""
 
 
-_own = _Own()
+def check_steps() -> None:
+    """Check what optimizers are given, before the steps of all of the process from now on; those
+    that have passed once more."""
+    _num_checked.clear()
+    _watch_steps()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    make_missing_states()
+    register_optimizer_step_pre_hook(StepWatch(_before_step))
+    register_optimizer_step_post_hook(StepWatch(lambda optimizer: end_step()))
+
+
+def _before_step(optimizer: Optimizer) -> None:
+    params = params_of(optimizer)
+    if _num_checked.get(optimizer) != len(params):
+        _refuse_replaced(optimizer, params)
+        _refuse_empty_groups(optimizer, params)
+        _warn_unless_elementwise(optimizer, params)
+        _num_checked[optimizer] = len(params)
+    _refuse_partial_stacks(optimizer, params)
+    forget_order(params)
+    begin_step()
 
 
 def forget_order(params: Iterable[Tensor]) -> None:
@@ -344,130 +359,83 @@ def forget_order(params: Iterable[Tensor]) -> None:
                 upstream_order.pop(known, None)
 
 
-@contextmanager
-def in_own_order() -> Iterator[None]:
-    """State dicts that this rank loads in the block are in this package's order, and checked."""
-    before, _own.order = _own.order, True
-    try:
-        yield
-    finally:
-        _own.order = before
+def _refuse_replaced(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    pairs = [(param, known_shard(param)) for param in params]
+    for known in [known for param, known in pairs if known and known.leaf is not param]:
+        now = "shard" if known.slots.part is None else "stack of shards of scanned blocks"
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {_names(known)} as it was before wrapping; FSDP "
+            f"trains the {now} that replaced it, which this optimizer would never change. Create "
+            f"the optimizer after wrapping, from model.parameters()"
+        )
 
 
-def guard_state_dicts() -> None:
-    """Let every optimizer's state dict tell which shards it is of from now on, and its
-    ``load_state_dict`` check and translate."""
-    read: Callable[..., dict[str, Any]] = Optimizer.state_dict
-    load: Callable[..., None] = Optimizer.load_state_dict
-
-    @wraps(read)
-    def state_dict(optimizer: Optimizer) -> dict[str, Any]:
-        state, places = read(optimizer), _places_in(optimizer)
-        return {**state, PLACES: places} if places else state
-
-    @wraps(load)
-    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        return load(optimizer, fitting(optimizer, state_dict))
-
-    # Not hooks, which each optimizer would need: torch has none for all of them.
-    Optimizer.state_dict = state_dict  # type: ignore[method-assign, assignment]
-    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
+def _refuse_partial_stacks(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    """Raise RuntimeError if some blocks of a stack have no gradient, and others have."""
+    for stack in params:
+        if not getattr(stack, "is_stack", False) or stack.grad is None:
+            continue
+        if missing := slices_without_grads(stack, held_shape(stack)[0]):
+            known = known_shard(stack)
+            name = "a stack" if known is None else f"the stack of {_names(known)}"
+            raise RuntimeError(
+                f"blocks {', '.join(map(str, missing))} have no gradient in {name}, and others "
+                f"have: backward has not used them (layers that are dropped, detached, run "
+                f"without gradients, or never called). A stack is stepped as one, so "
+                f"{type(optimizer).__name__} would decay and move these, too. Give each block "
+                f'parameters of its own: parallelize(..., "plain"), Recipe(stacked=False), or '
+                f"scan_layers without stacked"
+            )
 
 
-def _places_in(optimizer: Optimizer) -> Places:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    known = [(known_shard(param), known_group(param)) for param in params]
-    return places_of(
-        (param, group.collectives_of(param))
-        for param, group in known
-        if param is not None and group is not None
-    )
+def _refuse_empty_groups(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    # A group chosen by name, as for weight decay, finds no parameter among flat shards.
+    empty = [i for i, group in enumerate(optimizer.param_groups) if not group["params"]]
+    known = map(known_shard, params if empty else ())
+    flat = next((param for param in known if param is not None and param.is_flat), None)
+    if flat is not None:
+        names = ", ".join(original.names[0] for original in flat.originals)
+        raise ValueError(
+            f"group {empty[0]} of {type(optimizer).__name__} is empty, and {flat.key} joins "
+            f"{names}: with flatten_parameters=True an optimizer only sees whole units, so its "
+            f"groups cannot tell their parameters apart. Set flatten_parameters=False to have "
+            f"groups by parameter, or make one group"
+        )
 
 
-def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict by position in the order of the optimizer's parameters.
-
-    Raises:
-        ValueError: if it is of another rank's shards, the order cannot be told, or a tensor has
-            another shape than its parameter.
-    """
-    live = [group["params"] for group in optimizer.param_groups]
-    groups = state_dict.get("param_groups", ())
-    if _own.order or [len(own) for own in live] != [len(g["params"]) for g in groups]:
-        return state_dict  # of another number, torch tells
-    refuse_other_places(state_dict.get(PLACES), _places_in(optimizer), "the optimizer's state dict")
-    numbers = [list(group["params"]) for group in groups]
-    known = [[known_shard(param) for param in own] for own in live]
-    if not any(each is not None for own in known for each in own):
-        return state_dict
-    orders = [_order(own) for own in known]
-    moved = any(order is None or order != sorted(order) for order in orders)
-    if moved and not _is_own(optimizer, state_dict["state"]):
-        last = max(upstream_order.get(each, 0) for own in known for each in own if each is not None)
-        if _translated.get(optimizer) == last or None in orders:
-            raise ValueError(_UNKNOWN_ORDER)
-        numbers = [[own[i] for i in o or ()] for own, o in zip(numbers, orders, strict=True)]
-        pairs = zip(groups, numbers, strict=True)
-        state_dict = {**state_dict, "param_groups": [{**g, "params": n} for g, n in pairs]}
-        _translated[optimizer] = last
-    if problems := list(_misfits(optimizer, live, numbers, state_dict["state"])):
-        raise ValueError("\n".join([*problems, _OTHER_ORDER]))
-    return state_dict
-
-
-def _order(params: Sequence[FSDPParam | None]) -> list[int] | None:
-    """Return the place in the file's order of each parameter of a group.
-
-    None if it differs from the group's, but is not known of all.
-    """
-    known = [each for each in params if each is not None]
-    places = [upstream_order[each] for each in known if each in upstream_order]
-    if places == sorted(places):
-        return list(range(len(params)))
-    if len(places) < len(params):
-        return None
-    ranked = {place: i for i, place in enumerate(sorted(places))}
-    return [ranked[place] for place in places]
-
-
-def _is_own(optimizer: Optimizer, state: Mapping[Any, Any]) -> bool:
-    """Return whether a state dict holds the very tensors of the optimizer."""
-    own = {id(v) for each in optimizer.state.values() for v in each.values()}
-    return bool(own) and all(
-        id(value) in own
-        for each in state.values()
-        for value in each.values()
-        if isinstance(value, Tensor)
-    )
-
-
-def _misfits(
-    optimizer: Optimizer,
-    live: Sequence[Sequence[Tensor]],
-    numbers: Sequence[Sequence[Any]],
-    state: Mapping[Any, Mapping[str, Any]],
-) -> Iterator[str]:
-    if not steps_elementwise(optimizer):  # whose state may have any shape
+def _warn_unless_elementwise(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    # An elementwise optimizer steps a shard, or a stack, as it would step the whole parameter.
+    if getattr(optimizer, "steps_whole_parameters", False) or steps_elementwise(optimizer):
         return
-    for index, (own, group) in enumerate(zip(live, numbers, strict=True)):
-        for place, (param, number) in enumerate(zip(own, group, strict=True)):
-            for name, value in state.get(number, {}).items():
-                is_wide = isinstance(value, Tensor) and value.shape not in ((), (0,), (1,))
-                if is_wide and known_shard(param) is not None and value.shape != held_shape(param):
-                    yield (
-                        f"{name} of parameter {place} in group {index} has shape "
-                        f"{tuple(value.shape)}, but the parameter {tuple(held_shape(param))}"
-                    )
+    parts = [param for param in params if not _is_whole(param)]
+    if parts and not acts_elementwise(optimizer):
+        name = type(optimizer).__name__
+        stacks = [param for param in parts if getattr(param, "is_stack", False)]
+        blocks = held_shape(stacks[0])[0] if stacks else 0
+        given = f"stacks, each of one parameter of {blocks} blocks" if stacks else "shards"
+        by = (
+            f"Leave the model unsharded, and step it by xla_fsdp.optim.ZeroRedundancyOptimizer("
+            f"params, {name}, ...), which takes a closure,"
+            if needs_closure(optimizer)
+            else f"Step these by xla_fsdp.optim.WholeParameterOptimizer(params, {name}, ...),"
+        )
+        warnings.warn(
+            f"{name} is not known to treat every element of a parameter by itself, and was given "
+            f"{given}: its steps may differ from those of whole parameters. {by} or say by a "
+            f"static method is_elementwise(options) of its class that they do not",
+            stacklevel=5,
+        )
 
 
-_OTHER_ORDER = (
-    "The state dict is of other shards, or of parameters in another order (torch's optimizers know "
-    "them by position). State of a job of torch_xla's FSDP is translated if the model's state dict "
-    "of the same file is loaded just before; other state is loaded by names: by load_checkpoint, "
-    "or load_optim_state_dict of what optim_state_dict has returned"
-)
-_UNKNOWN_ORDER = (
-    "The order of the parameters in this state dict cannot be told: torch_xla's FSDP, from whose "
-    "file the model was loaded, lists those of an outer unit first. Create the optimizer from "
-    "model.parameters(), load the model's state dict and then, once, the optimizer's"
-)
+def _is_whole(param: Tensor) -> bool:
+    """Return whether ``param`` is a parameter of the original model, as it was there."""
+    if getattr(param, "is_stack", False) or is_part(param):
+        return False
+    known = known_shard(param)
+    return known is None or [held_shape(param)] == [each.whole_shape for each in known.originals]
+
+
+def _names(param: FSDPParam) -> str:
+    # For a flat shard it is not known which of its originals the optimizer holds.
+    names = [original.names[0] for original in param.originals]
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"

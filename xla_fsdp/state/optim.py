@@ -33,7 +33,8 @@ from xla_fsdp.checkpoint.format.records import (
 from xla_fsdp.fsdp.engine.param import StackPart, held_shape, known_shard
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of
-from xla_fsdp.optim.optimizers import in_own_order, takes_found_inf
+from xla_fsdp.optim.guards import in_own_order
+from xla_fsdp.optim.optimizers import takes_found_inf
 
 PLAIN = (bool, int, float, str, type(None))
 NOT_OPTIONS = ("params", "param_names")

@@ -556,7 +556,7 @@ class FSDPState:
     def _begin_forward(self, call: ForwardCall, before: list[Tensor]) -> ForwardPass:
         unsharded, larger = self._unshard_for_forward(before)
         unsharded = connect(call, unsharded)
-        if self.settings.is_root:
+        if self.settings.is_root and self.schedule.has_units:  # else ``Unshard`` runs at once
             for number in self.group.reduction.alone:
                 unsharded[number] = reduce_early(call, number, unsharded[number])
         saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))

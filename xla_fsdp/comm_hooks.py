@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.collectives import Bucket, Collectives, LocalCollectives
+from xla_fsdp.distributed.collectives import Collectives, LocalCollectives
+from xla_fsdp.distributed.packing import Bucket
 
 Hook = Callable[[Any, Tensor, Tensor], Tensor | None]
 """A user's ``hook(state, grad, shard)`` in place of the reduce-scatter, as for torch's FSDP.

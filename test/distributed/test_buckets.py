@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_fsdp.distributed.collectives import TILE, Bucket, plan_buckets
+from xla_fsdp.distributed.packing import TILE, Bucket, plan_buckets
 
 SHAPES = {0: (5,), 1: (2, 128), 2: (0,), 3: (300,), 4: (4, 256), 5: (7,)}
 FP32 = dict.fromkeys(SHAPES, torch.float32)

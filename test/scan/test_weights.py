@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from xla_fsdp.distributed.collectives import LocalCollectives
+from xla_fsdp.distributed.packing import ShardPacking
 from xla_fsdp.distributed.shard_layout import ShardLayout
-from xla_fsdp.fsdp.engine.packing import ShardPacking
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
 from xla_fsdp.fsdp.engine.unit_collectives import AllGather
 from xla_fsdp.scan.weights import BlockWeights, StackedShards

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -20,159 +19,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from xla_fsdp.distributed.mesh import Mesh
-from xla_fsdp.distributed.shard_layout import LANES
+from xla_fsdp.distributed.packing import buckets_for
 from xla_fsdp.distributed.topology import Groups, reduction_steps
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.host import to_host
-
-TILE = 16 * LANES
-"""Elements of a TPU tile of 16-bit elements. Flat buckets are padded to whole tiles: the TPU
-compiler turns the reduce-scatter of a 1-D array, or of fewer rows, into an all-reduce and a slice.
-"""
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)  # hashed by identity: buckets of a plan are keys of dicts
-class Bucket:
-    """The tensors that one collective sends.
-
-    Args:
-        numbers: the caller's numbers of these tensors.
-        shapes: shapes of one rank's shards: several [n], or one [rows, width].
-        dtype: dtype in which they are sent.
-    """
-
-    numbers: tuple[int, ...]
-    shapes: tuple[Shape, ...]
-    dtype: torch.dtype
-
-    @property
-    def in_rows(self) -> bool:
-        """Whether it holds one tensor of shape [rows, width], and no flat ones."""
-        return len(self.shapes[0]) > 1
-
-    @property
-    def sizes(self) -> list[int]:
-        """Number of elements of each shard, of flat tensors."""
-        return [size for (size,) in self.shapes]
-
-    @property
-    def _in_tiles(self) -> bool:
-        """Whether each of the flat tensors is whole tiles."""
-        return all(size and size % TILE == 0 for size in self.sizes)
-
-    def pack(self, shards: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
-        """Copy the shards, by number and of any shapes, into one tensor [rows, width]."""
-        if self.in_rows:
-            return ops.copied(shards[self.numbers[0]], self.shapes[0])
-        pairs = zip(self.numbers, self.shapes, strict=True)
-        return self.pack_flat([ops.shaped(shards[at], shape) for at, shape in pairs])
-
-    def pack_gathered(self, gathered: Mapping[int, Tensor]) -> Tensor:
-        """Pack the shards of all ranks into one tensor [num_shards * rows, width].
-
-        Args:
-            gathered: by number, [num_shards, n] for flat tensors, else [num_shards * rows, width].
-        """
-        if self.in_rows:
-            return gathered[self.numbers[0]]
-        return self.pack_flat([gathered[at] for at in self.numbers])
-
-    def pack_flat(self, flat: Sequence[Tensor]) -> Tensor:
-        """Concatenate flat tensors, [..., n] each, and pad them to whole tiles, [rows, LANES]."""
-        if self._in_tiles:  # joined as they are laid out: the TPU moves no element within a tile
-            rows = [each.reshape(*each.shape[:-1], -1, LANES) for each in flat]
-            return torch.cat(rows, dim=-2).reshape(-1, LANES)
-        packed = torch.cat(list(flat), dim=-1)
-        missing = -packed.shape[-1] % TILE
-        return (F.pad(packed, (0, missing)) if missing else packed).reshape(-1, LANES)
-
-    def unpack(self, rows: Tensor, num_shards: int | None = None) -> list[Tensor]:
-        """Undo ``pack``, or with ``num_shards`` ``pack_gathered``; the shards are in ``shapes``."""
-        if self.in_rows:
-            return [rows]
-        sizes = self.sizes
-        if num_shards is not None and self._in_tiles:
-            joined = rows.reshape(num_shards, -1, LANES)
-            found = ops.pieces(joined, [size // LANES for size in sizes], dim=-2)
-            return [each.reshape(num_shards, -1) for each in found]
-        flat = rows.reshape(-1) if num_shards is None else rows.reshape(num_shards, -1)
-        if not flat.numel():
-            return [flat for _ in sizes]
-        padding = flat.shape[-1] - sum(sizes)
-        return ops.pieces(flat, [*sizes, padding] if padding else sizes)[: len(sizes)]
-
-
-def plan_buckets(
-    shapes: Mapping[int, Shape],
-    dtypes: Mapping[int, torch.dtype],
-    limit: float,
-    copies: int = 1,
-    of_experts: Container[int] = (),
-) -> tuple[Bucket, ...]:
-    """Distribute tensors over as few buckets as possible.
-
-    Flat tensors of one dtype share buckets. Each tensor [rows, width] has its own, and so has each
-    empty one, for which nothing is sent.
-
-    Args:
-        shapes: shapes in which shards are sent, by number of the tensor.
-        dtypes: dtypes in which shards are sent, by number of the tensor.
-        limit: bytes of consecutive tensors that may share a bucket; one tensor may be larger.
-        copies: number of shards of each tensor that count towards the limit.
-        of_experts: numbers of those that go to other ranks, and share no bucket with the others.
-    """
-    by_kind: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
-    for number in shapes:
-        by_kind[dtypes[number], number in of_experts].append(number)
-    return tuple(
-        Bucket(tuple(packed), tuple(shapes[at] for at in packed), dtype)
-        for (dtype, _), numbers in by_kind.items()
-        for run in _runs(numbers, shapes, limit / (dtype.itemsize * copies))
-        for packed in _flat_together(run, shapes)
-    )
-
-
-def buckets_for(
-    tensors: Mapping[int, Tensor], limit: float = math.inf, of_experts: Container[int] = ()
-) -> tuple[Bucket, ...]:
-    """Plan buckets for tensors, by number, that are sent in their own dtypes.
-
-    A tensor of several dims is sent as [rows, size of the last dim].
-    """
-    shapes = {
-        number: (each.shape[:-1].numel(), each.shape[-1]) if each.dim() > 1 else tuple(each.shape)
-        for number, each in tensors.items()
-    }
-    dtypes = {number: each.dtype for number, each in tensors.items()}
-    return plan_buckets(shapes, dtypes, limit, of_experts=of_experts)
-
-
-def _runs(numbers: Sequence[int], shapes: Mapping[int, Shape], limit: float) -> list[list[int]]:
-    """Divide tensors into runs of at most ``limit`` elements, or of one larger tensor."""
-    runs: list[list[int]] = []
-    size = 0.0
-    for number in numbers:
-        numel = math.prod(shapes[number])
-        if not runs or size + numel > limit:
-            runs.append([])
-            size = 0.0
-        runs[-1].append(number)
-        size += numel
-    return runs
-
-
-def _flat_together(run: Sequence[int], shapes: Mapping[int, Shape]) -> list[list[int]]:
-    """Return the flat tensors of a run as one list, and every other (or empty) one as its own."""
-    flat = [at for at in run if len(shapes[at]) < 2 and 0 not in shapes[at]]
-    alone = [[number] for number in run if number not in flat]
-    return [flat, *alone] if flat else alone
-
 
 RING = 2**18
 """Buckets of fewer elements are not sent around rings: their reduce-scatter takes little time."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from xla_fsdp.distributed.collectives import Bucket
+from xla_fsdp.distributed.packing import Bucket
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_fsdp_modules
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import joined

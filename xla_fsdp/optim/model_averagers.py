@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from xla_fsdp.distributed.packing import narrowed
 from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.optim.high_precision import masters_of
@@ -301,7 +302,7 @@ def _average_in_place(tensors: Sequence[Tensor], groups: Groups) -> None:
         for tensor, numel, start in zip(
             bucket, numels, accumulate(numels, initial=0), strict=False
         ):
-            tensor.copy_(ops.cut(average, 0, start, numel).reshape(held_shape(tensor)))
+            tensor.copy_(narrowed(average, 0, start, numel).reshape(held_shape(tensor)))
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, XlaCollectives
+from xla_fsdp.distributed.packing import packing_of
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, shard_multiple
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.packing import packing_of
 from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, NamedShard
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded

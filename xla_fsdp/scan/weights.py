@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xla_fsdp.distributed.packing import narrowed, shaped
 from xla_fsdp.distributed.shard_layout import ROWS
 from xla_fsdp.fsdp.engine.param import FSDPParam, held_shape, note_grads
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
@@ -104,7 +105,7 @@ class BlockWeights:
         cast to the compute dtype; return the unsharded originals."""
         pairs = zip(self._params(params), sent, strict=True)
         ready = [
-            cast(ops.shaped(each, param.packing.sent_shape), param.compute_dtype or each.dtype)
+            cast(shaped(each, param.packing.sent_shape), param.compute_dtype or each.dtype)
             for param, each in pairs
         ]
         return self.group.gather.unshard_sent(self._params(params), ready)
@@ -169,7 +170,7 @@ class BlockWeights:
         """All-reduce stacks of gradients, by parameter, over the replicas."""
         flat = {at: stack.reshape(-1) if at in self.small else stack for at, stack in sums.items()}
         added = self.group.reduction.sum_replicas_of(flat)
-        return {at: ops.shaped(added[at], stack.shape) for at, stack in sums.items()}
+        return {at: shaped(added[at], stack.shape) for at, stack in sums.items()}
 
     def _numel(self, number: int) -> int:
         return self.group.params[number].packing.layout.numel
@@ -202,7 +203,7 @@ def _unpack(param: FSDPParam, packed: Tensor) -> list[Tensor]:
     length, dim = len(packed), param.packing.dim
     numels = [original.shape.numel() for original in param.originals]
     flat = [
-        ops.cut(packed, 1, start, numel)
+        narrowed(packed, 1, start, numel)
         for numel, start in zip(numels, accumulate(numels, initial=0), strict=False)
     ]
     if dim:
@@ -427,7 +428,7 @@ def _stack_grads(param: FSDPParam, grads: Sequence[Tensor | None]) -> Tensor | N
     if example is None:
         return None
     stack = torch.stack([torch.zeros_like(example) if grad is None else grad for grad in grads])
-    return ops.shaped(stack, (len(grads), *held_shape(param.leaf)[1:]))
+    return shaped(stack, (len(grads), *held_shape(param.leaf)[1:]))
 
 
 def _slices(param: FSDPParam, stack: Tensor) -> list[Tensor]:
@@ -442,4 +443,4 @@ def _as_stored(param: FSDPParam, sent: Tensor) -> Tensor:
     """Return a sent tensor in the shape of the shard parameter: flat, or in rows."""
     # On a TPU the change between flat and rows is a copy. Done for the concatenated shards of all
     # blocks, after one barrier, it is a single operation.
-    return sent if param.by_rows else ops.shaped(sent, (sent.numel(),))
+    return sent if param.by_rows else shaped(sent, (sent.numel(),))

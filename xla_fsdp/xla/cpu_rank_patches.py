@@ -586,7 +586,7 @@ class _CpuCollectives:
 def _make_token(result: Tensor) -> None:
     """Make the next token from the present one and ``result``, as torch_xla does after a collective
     with this result, but always zero."""
-    first = torch.slice_copy(ops.shaped(result, [result.numel()]), 0, 0, 1).float()
+    first = torch.slice_copy(result.flatten(), 0, 0, 1).float()
     # Not isfinite(): its constant would be an input of the program. XLA does not see that the
     # result, multiplied by the token, is zero.
     _after_token(torch.where(first.abs() <= 1, first, 1.0))

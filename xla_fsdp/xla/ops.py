@@ -311,38 +311,6 @@ def uninitialized(shape: Sequence[int], like: Tensor) -> Tensor:
     return cast(Tensor, made)
 
 
-# To trace a step in less time, the functions below skip operations that change nothing (such as a
-# reshape to the same shape), and trace a single one for a copy and a reshape.
-
-
-def cut(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """Return ``tensor.narrow(dim, start, length)``, also for length 0, which XLA refuses."""
-    if length == 0:
-        shape = list(tensor.shape)
-        shape[dim] = 0
-        return tensor.new_zeros(shape)
-    return tensor if length == tensor.shape[dim] else tensor.narrow(dim, start, length)
-
-
-def shaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``tensor.reshape(shape)``; ``tensor`` itself if that is its shape."""
-    return tensor if tensor.shape == tuple(shape) else tensor.reshape(shape)
-
-
-def viewable(tensor: Tensor) -> Tensor:
-    """Return ``tensor``; in inference mode, where torch_xla makes no views of tensors from outside
-    of it, an alias that was made there."""
-    outside = torch.is_inference_mode_enabled() and not tensor.is_inference()
-    return tensor.detach() if outside else tensor
-
-
-def copied(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a copy of ``tensor`` in ``shape``."""
-    if tensor.shape == tuple(shape):
-        return tensor.clone()
-    return torch.view_copy(tensor, shape)
-
-
 def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bits of ``tensor`` (float32 or int32) as ``dtype`` (int32 or float32).
 
@@ -356,17 +324,6 @@ def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     computation = xb.Op.tuple([param.bitcast(kind)]).build("bits")
     [found] = torch_xla._XLAC._xla_user_computation("xla::bits", [tensor], computation)
     return found
-
-
-def pieces(tensor: Tensor, sizes: Sequence[int], dim: int = -1) -> list[Tensor]:
-    """Return copies of consecutive slices along ``dim``, made in one operation."""
-    split: Any = torch.split_with_sizes_copy
-    return list(split(tensor, list(sizes), dim))
-
-
-def copied_slice(tensor: Tensor, start: int, length: int) -> Tensor:
-    """Return a copy of ``tensor[start:start + length]``."""
-    return torch.slice_copy(tensor, 0, start, start + length) if length else tensor.new_zeros(0)
 
 
 def release(tensor: Tensor, dummy: Tensor) -> None:

@@ -25,9 +25,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
+from xla_fsdp.distributed.packing import ShardPacking, shaped, viewable
 from xla_fsdp.distributed.placement import TensorPlacement, placed_params
 from xla_fsdp.distributed.shard_layout import join_name
-from xla_fsdp.fsdp.engine.packing import ShardPacking
 from xla_fsdp.xla import ops
 
 # ---------------------------------------------------------------- attributes of modules
@@ -313,7 +313,7 @@ class FSDPParam:
         if part is None:
             return self.leaf
         with torch._C.DisableTorchFunctionSubclass():  # a forward of the user's may run
-            return ops.viewable(self.leaf).select(0, part.number).view(part.shape)
+            return viewable(self.leaf).select(0, part.number).view(part.shape)
 
     @property
     def shard_shape(self) -> torch.Size:
@@ -358,7 +358,7 @@ class FSDPParam:
         if self.packing.dim:
             return self.packing.from_rows(rows, *length)
         shape = held_shape(self.slots.shard)[1:] if length else self.shard_shape
-        return ops.shaped(rows, (*length, *shape))
+        return shaped(rows, (*length, *shape))
 
     def as_grad(self, mean: Tensor, *length: int) -> Tensor:
         """Return a mean of gradients, as ``as_shard`` does, in the shard's dtype."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from xla_fsdp.distributed.collectives import Bucket
+from xla_fsdp.distributed.packing import Bucket
 from xla_fsdp.fsdp.engine.thread import backward_scopes, current_pass, this_thread
 from xla_fsdp.xla import ops
 

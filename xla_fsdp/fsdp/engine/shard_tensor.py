@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.mesh import Mesh
+from xla_fsdp.distributed.packing import packing_of
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.pytree import map_tensors, tensors_in
 from xla_fsdp.distributed.shard_layout import layout_of
-from xla_fsdp.fsdp.engine.packing import packing_of
 from xla_fsdp.fsdp.engine.param import FSDPParam, KnownGroup, all_joined, known_group, known_shard
 from xla_fsdp.fsdp.engine.param_guards import (
     COUNTS,

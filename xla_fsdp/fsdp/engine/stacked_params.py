@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from xla_fsdp.distributed.packing import shaped
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
     StackPart,
@@ -77,7 +78,7 @@ def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
     leaves = [param.leaf for param in params]
     shape = params[0].shard_shape
     stored = shape if len(shape) > 1 else params[0].packing.sent_shape
-    joined = torch.stack([ops.shaped(leaf.detach(), stored) for leaf in leaves])
+    joined = torch.stack([shaped(leaf.detach(), stored) for leaf in leaves])
     stack = ShardStack(joined, requires_grad=leaves[0].requires_grad)
     vars(stack).update(vars(leaves[0]))
     # At once, so that memory holds two copies of one parameter's shards, not of all parameters'.
@@ -116,7 +117,7 @@ _cut_from: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def part_of(stack: Tensor, part: StackPart) -> Tensor:
     """Return a slice of a stack: of parameters, or of an optimizer's states for them."""
-    cut = ops.shaped(stack.detach()[part.number], part.shape)
+    cut = shaped(stack.detach()[part.number], part.shape)
     _cut_from[cut] = (stack, part.number)
     return cut
 

@@ -21,13 +21,8 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.comm_hooks import CommHook
-from xla_fsdp.distributed.collectives import (
-    Bucket,
-    Collectives,
-    SmallerGroups,
-    buckets_for,
-    plan_buckets,
-)
+from xla_fsdp.distributed.collectives import Collectives, SmallerGroups
+from xla_fsdp.distributed.packing import Bucket, buckets_for, plan_buckets, shaped, viewable
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
@@ -121,7 +116,7 @@ class AllGather:
         """Pack all shards into buckets, in their own dtype: they are cast to the compute dtype only
         when sent, as a cast copy takes memory until then."""
         with torch._C.DisableTorchFunctionSubclass():  # a forward of the user's may run
-            shards = [ops.viewable(param.shard) for param in self._params]
+            shards = [viewable(param.shard) for param in self._params]
             if again:
                 first = [each for each in before if each.is_floating_point()][:1]
                 # Behind the barrier first: XLA would fuse what is added with the optimizer's step,
@@ -174,8 +169,8 @@ class AllGather:
             stacked: whether shards of several blocks lie along a first dim, as do the results.
         """
         return [
-            ops.shaped(
-                param.packing.in_rows(ops.viewable(shard).to(param.compute_dtype or shard.dtype)),
+            shaped(
+                param.packing.in_rows(viewable(shard).to(param.compute_dtype or shard.dtype)),
                 (*shard.shape[: int(stacked)], *param.packing.sent_shape),
             )
             for param, shard in zip(params, shards, strict=True)
@@ -194,7 +189,7 @@ class AllGather:
         parameters, or of their gradients or optimizer states."""
         with torch.no_grad():
             pairs = zip(params, shards, strict=True)
-            rows = [param.packing.in_rows(ops.viewable(shard)) for param, shard in pairs]
+            rows = [param.packing.in_rows(viewable(shard)) for param, shard in pairs]
             return self.unshard_sent(params, rows)
 
     @in_phase("all-gather")
@@ -460,7 +455,7 @@ class ReduceScatter:
     def _finish_hooked(
         self, total: Tensor, param: FSDPParam, hook: Callable[[Tensor], Tensor | None]
     ) -> Tensor:
-        given = ops.shaped(total, param.packing.sent_shape)
+        given = shaped(total, param.packing.sent_shape)
         result = hook(given)
         return self.finish_one(given if result is None else result, param)
 

@@ -27,12 +27,12 @@ from xla_fsdp.distributed.collectives import (
 )
 from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.mesh import EXPERT, Mesh
+from xla_fsdp.distributed.packing import ShardPacking, packing_of
 from xla_fsdp.distributed.placement import TensorPlacement, known_placement, placements_in
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import join_name, layout_of
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
 from xla_fsdp.fsdp.engine.module_state import CastBuffers, ModuleState, is_fsdp_module
-from xla_fsdp.fsdp.engine.packing import ShardPacking, packing_of
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
     ModuleAttr,

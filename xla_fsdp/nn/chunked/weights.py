@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xla_fsdp.distributed.packing import shaped
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.chunked.chunks import Chunks, cut_by_size, cut_into
-from xla_fsdp.xla import ops
 
 WEIGHT, BIAS = "weight", "bias"
 
@@ -79,13 +79,13 @@ class ChunkedWeights:
     def sent(self, shards: Sequence[Tensor], chunks: Chunks) -> Tensor:
         """Return the weight's shard as it is gathered, in chunks: [chunks, rows, width]."""
         padded = _pad(self.sent_rows(shards), chunks.padded_rows)
-        return ops.shaped(padded, (chunks.count, chunks.rows, self.width))
+        return shaped(padded, (chunks.count, chunks.rows, self.width))
 
     def sent_rows(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the weight's shard as it is gathered, [shard rows, width]."""
         number = self._numbers[WEIGHT]
         [sent] = self.group.gather.sent([self.group.params[number]], [shards[number]])
-        return ops.shaped(sent, (self.shard_rows, self.width))
+        return shaped(sent, (self.shard_rows, self.width))
 
     def gather(self, chunk: Tensor) -> Tensor:
         """All-gather a chunk: [rows, width] on every rank to [ranks * rows, width]."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from test.common.ranks import skip_without_torch_xla
+from xla_fsdp.distributed.packing import ShardPacking
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, shard_multiple
 
 CASES: dict[str, tuple[list[tuple[int, ...]], int]] = {
@@ -26,11 +25,8 @@ CASES: dict[str, tuple[list[tuple[int, ...]], int]] = {
 SENT_BY_ROWS = {"whole tiles", "padded by rows"}
 
 
-def packing_of(name: str, num_shards: int) -> tuple[Any, list[Tensor]]:
+def packing_of(name: str, num_shards: int) -> tuple[ShardPacking, list[Tensor]]:
     """The packing of a case, and values that tell each element of its parameters."""
-    skip_without_torch_xla()
-    from xla_fsdp.fsdp.engine.packing import ShardPacking
-
     shapes, dim = CASES[name]
     numels = list(map(math.prod, shapes))
     flat = torch.arange(1.0, 1 + sum(numels)).split(numels)

@@ -20,7 +20,7 @@ class Entry:
     """A tensor in a dict that the state always keeps.
 
     Args:
-        is_counted: whether somebody may ask ``ops.num_changes`` of it: not of parameters and
+        is_counted: whether somebody may ask ``num_changes`` of it: not of parameters and
             states of optimizers.
     """
 

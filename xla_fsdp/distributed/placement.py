@@ -7,16 +7,16 @@ the same on all ranks. All slices have the same size, as every rank runs the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
 
 from torch import Size, Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.distributed.mesh import EXPERT, Mesh
 
-_ATTRIBUTE = "_tensor_placements"
+PLACEMENTS = "_tensor_placements"
+"""Attribute of a module: a dict of the placements of its own parameters, by name."""
 
 # Weak keys. All threads use it, but ranks share no tensors.
 _of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -88,23 +88,19 @@ def local_shape(shape: Iterable[int], dim: int | None, parts: int) -> Size:
 
 def set_placement(module: nn.Module, attribute: str, placement: TensorPlacement) -> None:
     """Store the placement of the parameter of that name in ``module``."""
-    vars(module).setdefault(_ATTRIBUTE, {})[attribute] = placement
+    vars(module).setdefault(PLACEMENTS, {})[attribute] = placement
     remember_placements(module)
 
 
 def placement_in(module: nn.Module, attribute: str) -> TensorPlacement | None:
     """Return the placement of a parameter of ``module``, if it has one."""
-    return placements_in(module).get(attribute)
-
-
-def placements_in(module: nn.Module) -> Mapping[str, TensorPlacement]:
-    """Return the placements of the parameters of ``module``, by name, of those that have one."""
-    return cast(Mapping[str, TensorPlacement], vars(module).get(_ATTRIBUTE, {}))
+    placement: TensorPlacement | None = vars(module).get(PLACEMENTS, {}).get(attribute)
+    return placement
 
 
 def remember_placements(module: nn.Module) -> None:
     """Let ``known_placement`` find the tensors that are now the module's parameters."""
-    for attribute, placement in placements_in(module).items():
+    for attribute, placement in vars(module).get(PLACEMENTS, {}).items():
         param = module._parameters.get(attribute)
         if isinstance(param, nn.Parameter):
             _of_tensor[param] = placement

@@ -373,10 +373,10 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
                 options = {**config.as_keywords(), **options}
                 given = {**before.as_keywords(), **torch_options, **others}
                 _wrap_inside(module, auto_wrap_policy, wrapper, ignored, options, given)
-            if scan_layers is None or scan_layers:
+            managed = ManagedModules([module], ignored)
+            if scan_layers or (scan_layers is None and managed.units):
                 scan_containers(module, scan_layers, stacked=scan_stacked)
             _install_captures(module)
-            managed = ManagedModules([module], ignored)
             communication = communicate(managed, config, collectives)
             origins = materialize(managed, param_init_fn) if managed.on_meta else {}
             if fsdp1.sync_module_states:

@@ -32,14 +32,8 @@ from torch.autograd import Variable
 from xla_fsdp.distributed.context_parallel import current_context, in_context
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.distributed.higher_order import explain_hooks, in_transform
-from xla_fsdp.fsdp.engine.autograd import (
-    before_backward,
-    changed_in_place,
-    on_device,
-    present,
-    version_of,
-)
-from xla_fsdp.fsdp.engine.inputs import Inputs
+from xla_fsdp.fsdp.engine.autograd import before_backward, changed_in_place, on_device, present
+from xla_fsdp.fsdp.engine.inputs import Inputs, num_changes, version_of
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import current_pass, scope, this_thread
@@ -242,7 +236,7 @@ class _ModuleState:
         # Parameters of units, also those that have been resharded, are of other classes.
         self._tensors = _each_once([each for each in (*buffers, *held) if type(each) is Tensor])
         self._copies = [tensor.detach().clone() for tensor in self._tensors]
-        self._changes = ops.num_changes(self._tensors)
+        self._changes = num_changes(self._tensors)
         self._before = list(map(_buffer_of, self._tensors))
         self._pending = [True] * len(self._tensors)
         self._memory: set[int] = set()  # inside ``restored``, of the tensors that it sets
@@ -283,7 +277,7 @@ class _ModuleState:
 
     def _changed(self) -> list[tuple[Tensor, Tensor]]:
         """Return the tensors that may have other values now, and the values to restore."""
-        changes = ops.num_changes(self._tensors)
+        changes = num_changes(self._tensors)
         found = zip(self._tensors, self._copies, self._pending, self._changes, changes, strict=True)
         # Not only by number of changes: torch_xla's BatchNorm changes its statistics without one.
         return [

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xla_fsdp.distributed.higher_order import in_transform
-from xla_fsdp.fsdp.engine.autograd import ForwardCall, SavedParams, on_device, version_of
+from xla_fsdp.fsdp.engine.autograd import ForwardCall, SavedParams, on_device
+from xla_fsdp.fsdp.engine.inputs import version_of
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import package_code
@@ -60,7 +61,7 @@ def compute_in_pieces(unit: FSDPState, call: ForwardCall, saved: SavedParams) ->
     """Let ``F.linear`` use large weights of a root piece by piece, in a forward that begins. Inside
     of other units, the loops would keep gathers of other parameters from being hidden."""
     settings = unit.settings
-    of_root = settings.is_root and unit.schedule.has_units
+    of_root = settings.is_root and unit.has_units
     # A root keeps its parameters for backward, which comes next; at the user's request all.
     if of_root and settings.reshard_after_forward and not settings.keeps_larger:
         for original, number in large_weights(unit.group).items():

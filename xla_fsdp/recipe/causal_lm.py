@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.context_parallel import mean_over_context
-from xla_fsdp.fsdp.engine.autograd import on_device, version_of
+from xla_fsdp.fsdp.engine.autograd import on_device
+from xla_fsdp.fsdp.engine.inputs import version_of
 from xla_fsdp.fsdp.wrapper import models_of_transformers
 from xla_fsdp.nn.activation_checkpoint import unbound_forward
 from xla_fsdp.nn.chunked import LinearCrossEntropy

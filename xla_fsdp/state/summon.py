@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.fsdp.engine.autograd import on_device, present
+from xla_fsdp.fsdp.engine.inputs import num_changes
 from xla_fsdp.fsdp.engine.param import FSDPParam, all_joined
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import current_pass, package_code
@@ -75,7 +76,7 @@ _State = tuple[int, int]
 
 def _state(leaf: Tensor) -> _State:
     """Return what differs once ``leaf`` was changed on the device, also by its ``data``."""
-    return ops.memory_of(leaf), ops.num_changes([leaf])[0]
+    return ops.memory_of(leaf), num_changes([leaf])[0]
 
 
 def is_shown(units: Sequence[FSDPState], options: SummonOptions) -> bool:

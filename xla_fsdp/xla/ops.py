@@ -410,43 +410,12 @@ def _owned(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def num_changes(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often the memory of each tensor was changed in place, by whatever tensor."""
-    # On the device not the version, which does not count changes of ``tensor.data``, nor any in
-    # inference mode. Tensors made under a dispatch mode (preflight counts FLOPs by one) have no
-    # other count.
-    return [
-        torch._functionalize_mutation_counter(tensor)
-        if torch._is_functional_tensor(tensor)
-        else _version(tensor)
-        for tensor in tensors
-    ]
-
-
-def changed_since(before: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
-    """Return the indices of the tensors that were changed in place since ``num_changes`` of them
-    returned ``before``."""
-    pairs = zip(before, num_changes(tensors), strict=True)
-    return [at for at, (old, new) in enumerate(pairs) if new > old]
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def memory_of(tensor: Tensor) -> int:
     """Return a number that a tensor, while it lives, shares with all that share its memory."""
     if tensor.device.type == "xla" and not torch._is_functional_tensor(tensor):
         return id(tensor)  # made under a dispatch mode: shares none
     # Not an object of Python, which torch would have to keep.
     return torch._C._storage_id(tensor)  # type: ignore[attr-defined]
-
-
-def is_reshaped(tensor: Tensor, before: Tensor) -> bool:
-    """Return whether ``tensor``, once of the shape of ``before``, was reshaped in place."""
-    if torch._is_functional_tensor(tensor):
-        return torch._functionalize_has_metadata_mutation(tensor)
-    return tensor.shape != before.shape or tensor.stride() != before.stride()
 
 
 def is_pending(tensor: Tensor) -> bool:

@@ -176,7 +176,7 @@ def put_apart(tensors: Sequence[Tensor], value: Tensor) -> None:
 
 def put_alone(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Do the same as ``put``, right after ``separate``, in half the time for tensors that have no
-    views. ``ops.num_changes`` does not count it."""
+    views. ``num_changes`` does not count it."""
     storages = [*map(Tensor.untyped_storage, tensors)]
     uses = [*map(torch._C._storage_Use_Count, map(_ADDRESS, storages))]
     del storages

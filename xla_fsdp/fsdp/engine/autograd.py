@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.higher_order import Linear, linear
+from xla_fsdp.fsdp.engine.inputs import changed_since, num_changes, version_of
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard
 from xla_fsdp.fsdp.engine.schedule import Dummies
 from xla_fsdp.fsdp.engine.unit_collectives import ReducedBuckets
@@ -350,7 +351,7 @@ class SavedTensor:
 
 def changes_of(tensor: Tensor) -> int:
     """Return how often the memory of ``tensor`` was changed in place."""
-    return ops.num_changes([tensor])[0]
+    return num_changes([tensor])[0]
 
 
 def changed_in_place(tensor: Tensor) -> RuntimeError:
@@ -379,7 +380,7 @@ class SavedParams:
     ) -> None:
         self._unsharded = list(unsharded)
         self._versions = [version_of(tensor) for tensor in unsharded]
-        self._changes = ops.num_changes(unsharded)
+        self._changes = num_changes(unsharded)
         self._memory = list(map(ops.memory_of, unsharded))
         self._index = {id(tensor): index for index, tensor in enumerate(unsharded)}
         self._views: list[tuple[int, Tensor]] = []
@@ -410,7 +411,7 @@ class SavedParams:
     def changed_in_place(self) -> list[int]:
         """Return the indices of parameters that the forward modified, also through their ``data``,
         or by giving them other ``data``."""
-        changed = set(ops.changed_since(self._changes, self._unsharded))
+        changed = set(changed_since(self._changes, self._unsharded))
         now = map(ops.memory_of, self._unsharded)
         pairs = enumerate(zip(self._memory, now, strict=True))
         return sorted(changed | {index for index, (old, new) in pairs if old != new})
@@ -464,11 +465,6 @@ class SavedParams:
 
 
 # ---------------------------------------------------------------- shared by all nodes
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often ``tensor`` was changed in place; 0 in inference mode, which counts none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def on_device(tensor: Tensor) -> bool:

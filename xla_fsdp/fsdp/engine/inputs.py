@@ -30,7 +30,6 @@ from xla_fsdp.distributed.pytree import (
     substitutes,
     tensors_in,
 )
-from xla_fsdp.xla import ops
 
 
 class Inputs:
@@ -315,6 +314,31 @@ def _is_moved(copy: Tensor, tensor: Tensor) -> bool:
 # ---------------------------------------------------------------- changes in place
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was changed in place; 0 in inference mode, which counts none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def num_changes(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often the memory of each tensor was changed in place, by whatever tensor."""
+    # On the device not the version, which does not count changes of ``tensor.data``, nor any in
+    # inference mode. Tensors made under a dispatch mode (preflight counts FLOPs by one) have no
+    # other count.
+    return [
+        torch._functionalize_mutation_counter(tensor)
+        if torch._is_functional_tensor(tensor)
+        else version_of(tensor)
+        for tensor in tensors
+    ]
+
+
+def changed_since(before: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
+    """Return the indices of the tensors that were changed in place since ``num_changes`` of them
+    returned ``before``."""
+    pairs = zip(before, num_changes(tensors), strict=True)
+    return [at for at, (old, new) in enumerate(pairs) if new > old]
+
+
 class Changes:
     """Changes in place, from now on, of copies of the caller's tensors.
 
@@ -325,7 +349,7 @@ class Changes:
 
     def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         self._sources, self._copies = sources, copies
-        self._counts = ops.num_changes(copies)
+        self._counts = num_changes(copies)
         # Views get a new node with every change of their base, those without grad mode too.
         self._bases = [base_of(copy) for copy in copies]
         self._graphs = [base.grad_fn for base in self._bases]
@@ -333,7 +357,7 @@ class Changes:
 
     def changed(self) -> list[int]:
         """Return the numbers of the changed tensors."""
-        return ops.changed_since(self._counts, self._copies)
+        return changed_since(self._counts, self._copies)
 
     def write_all(self) -> None:
         """Make the same changes to the caller's tensors."""
@@ -425,9 +449,16 @@ def _refuse_reshaped(lent: Sequence[Tensor], own: Sequence[Tensor]) -> None:
     for copy, tensor in zip(lent, own, strict=True):
         if copy is tensor or _is_moved(copy, tensor):
             continue
-        if ops.is_reshaped(copy, tensor):
+        if _is_reshaped(copy, tensor):
             raise ValueError(
                 f"an argument of shape {list(tensor.shape)} was reshaped in place in the forward "
                 f"of an FSDP unit (by unsqueeze_, t_ or resize_, say), which would be lost for the "
                 f"caller. Use the function without underscore instead"
             )
+
+
+def _is_reshaped(tensor: Tensor, before: Tensor) -> bool:
+    """Return whether ``tensor``, once of the shape of ``before``, was reshaped in place."""
+    if torch._is_functional_tensor(tensor):
+        return torch._functionalize_has_metadata_mutation(tensor)
+    return tensor.shape != before.shape or tensor.stride() != before.stride()

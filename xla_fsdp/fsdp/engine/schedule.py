@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from xla_fsdp.distributed.packing import Bucket
-from xla_fsdp.fsdp.engine.thread import backward_scopes, current_pass, this_thread
+from xla_fsdp.fsdp.engine.thread import current_pass, this_thread
 from xla_fsdp.xla import ops
 
 
@@ -81,7 +81,6 @@ class Schedule:
 
     Attributes:
         dummies: the data of parameters that units have freed.
-        has_units: whether there are units inside of the root.
         is_last: False if more backward passes follow before the optimizer step; the first gather
             of the next pass then waits for what is unfinished at the end of this one.
         deferred: what is to run before the forward of a unit ends, if it has not run by then.
@@ -92,7 +91,6 @@ class Schedule:
 
     def __init__(self, device: torch.device, *, sync_on_end: bool = False) -> None:
         self.dummies = Dummies(device)
-        self.has_units = False
         self.is_last = True
         self.deferred: list[Deferred] = []
         # A list, not a set: all ranks must reduce in the same order.
@@ -215,7 +213,6 @@ class Schedule:
             self._free(*{*self._holding.values()} - {-1})
 
     def _end(self, number: int) -> None:
-        backward_scopes.leave_all()
         self._passes.discard(number)
         self._free(number)
         if self._passes:

@@ -158,6 +158,7 @@ class FSDPState:
 
     Attributes:
         state: what the modules hold.
+        has_units: whether there are units inside of this one.
         settings: options that may change between steps.
         at_forward: called with the unit, the call and its saved parameters when a forward begins.
         loops: traced for the unit.
@@ -179,6 +180,7 @@ class FSDPState:
         )
         self._schedule: Schedule | None = None
         self.state = UnitState.SHARDED
+        self.has_units = False
         self._forward: ForwardPass | None = None
         self._recomputing: set[int] = set()  # numbers of modules whose forward is recomputed
         self._history: deque[str] = deque(maxlen=20)  # of events, where they are checked
@@ -210,7 +212,7 @@ class FSDPState:
         """Share the schedule of ``root``, a unit around this one."""
         self.settings.is_root = False
         self._schedule = root.schedule
-        self._schedule.has_units = True
+        root.has_units = True
 
     def replay_facts(self) -> tuple[Any, ...]:
         """Return what a traced step depends on besides tensors. Who adds a field that changes what
@@ -556,7 +558,7 @@ class FSDPState:
     def _begin_forward(self, call: ForwardCall, before: list[Tensor]) -> ForwardPass:
         unsharded, larger = self._unshard_for_forward(before)
         unsharded = connect(call, unsharded)
-        if self.settings.is_root and self.schedule.has_units:  # else ``Unshard`` runs at once
+        if self.settings.is_root and self.has_units:  # else ``Unshard`` runs at once
             for number in self.group.reduction.alone:
                 unsharded[number] = reduce_early(call, number, unsharded[number])
         saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))

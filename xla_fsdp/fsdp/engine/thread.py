@@ -23,6 +23,7 @@ from enum import Enum, auto
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import Variable
 
 from xla_fsdp.xla.graph import Scope, metadata
 
@@ -214,21 +215,19 @@ class _BackwardScopes(threading.local):
         if not _named.locked():
             return
         if self._pass != current_pass():  # or a pass has raised in this thread
-            self.leave_all()
+            self._close()
             self._pass = current_pass()
+            # Units without parameters and gradients of inputs end with their pass.
+            Variable._execution_engine.queue_callback(self._close)
         self._open.append((unit, Scope(f"{name}/backward")))
 
     def leave(self, unit: object) -> None:
         """End the scope of ``unit``, and of those inside it."""
         units = [each for each, _ in self._open]
         if unit in units:
-            self._close_from(units.index(unit))
+            self._close(units.index(unit))
 
-    def leave_all(self) -> None:
-        """End all scopes: units without parameters and gradients of inputs end with their pass."""
-        self._close_from(0)
-
-    def _close_from(self, first: int) -> None:
+    def _close(self, first: int = 0) -> None:
         while len(self._open) > first:
             self._open.pop()[1].close()
 

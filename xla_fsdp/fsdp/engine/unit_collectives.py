@@ -116,7 +116,7 @@ class AllGather:
         """Pack all shards into buckets, in their own dtype: they are cast to the compute dtype only
         when sent, as a cast copy takes memory until then."""
         with torch._C.DisableTorchFunctionSubclass():  # a forward of the user's may run
-            shards = [viewable(param.shard) for param in self._params]
+            shards = [param.shard for param in self._params]
             if again:
                 first = [each for each in before if each.is_floating_point()][:1]
                 # Behind the barrier first: XLA would fuse what is added with the optimizer's step,
@@ -124,7 +124,7 @@ class AllGather:
                 shards = ops.barrier_after_(before, [shard.detach().clone() for shard in shards])
                 shards, before = ops.with_data_dependency(first, shards), ()
             pairs = zip(self._params, shards, strict=True)
-            rows = [param.packing.in_rows(shard) for param, shard in pairs]
+            rows = [param.packing.in_rows(viewable(shard)) for param, shard in pairs]
             buckets = self._buckets_of(shards)
             packed = ops.barrier_after_(before, [bucket.pack(rows) for bucket in buckets])
         return dict(zip(buckets, packed, strict=True))
@@ -499,7 +499,8 @@ class ReduceScatter:
         by: Collectives,
         params: Sequence[FSDPParam] = (),
     ) -> ReducedBuckets:
-        gathered = {each: self.to_reduce_dtype(each.pack_gathered(packed)) for each in buckets}
+        joined = {each: each.pack_gathered(packed) for each in buckets}
+        gathered = {each: self.to_reduce_dtype(tensor) for each, tensor in joined.items()}
         self.log.sends("reduce-scatter", gathered, params)
         if self.comm_hook is not None:
             return {each: self._hooked(each, t, by.num_shards) for each, t in gathered.items()}

@@ -28,11 +28,16 @@ from xla_fsdp.distributed.collectives import (
 from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.mesh import EXPERT, Mesh
 from xla_fsdp.distributed.packing import ShardPacking, packing_of
-from xla_fsdp.distributed.placement import TensorPlacement, known_placement, placements_in
+from xla_fsdp.distributed.placement import PLACEMENTS, TensorPlacement, known_placement
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import join_name, layout_of
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
-from xla_fsdp.fsdp.engine.module_state import CastBuffers, ModuleState, is_fsdp_module
+from xla_fsdp.fsdp.engine.module_state import (
+    CastBuffers,
+    FSDPModuleLike,
+    ModuleState,
+    is_fsdp_module,
+)
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
     ModuleAttr,
@@ -115,6 +120,9 @@ class ManagedModules:
         roots: the modules of the unit, usually one; several are gathered and freed together.
         ignored: modules and parameters to leave out.
 
+    Attributes:
+        units: the FSDP modules inside.
+
     Raises:
         ValueError: for layers that cannot run on XLA.
     """
@@ -122,9 +130,10 @@ class ManagedModules:
     def __init__(self, roots: Sequence[nn.Module], ignored: Ignored) -> None:
         self.roots = tuple(roots)
         self.ignored = ignored
+        self.units: list[FSDPModuleLike] = []
         # Number of the root, name in it with a dot appended, module, placements in that.
         self._named = [
-            (number, prefix, module, placements_in(module))
+            (number, prefix, module, vars(module).get(PLACEMENTS, {}))
             for number, root in enumerate(self.roots)
             for prefix, module in self._walk(root, "")
         ]
@@ -169,7 +178,10 @@ class ManagedModules:
         return list({id(t): t for t in (*params, *buffers) if t is not None}.values())
 
     def _walk(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-        if is_fsdp_module(module) or module in self.ignored.modules:
+        if is_fsdp_module(module):
+            self.units.append(module)
+            return
+        if module in self.ignored.modules:
             return
         yield prefix, module
         for name, child in module._modules.items():

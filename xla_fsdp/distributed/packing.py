@@ -72,16 +72,17 @@ class ShardPacking:
     def cut(self, unsharded: Sequence[Tensor], rank: int, *, by_rows: bool) -> Tensor:
         """Return ``rank``'s shard, padded with zeros: [shard_numel], or if ``by_rows`` in the shape
         of whole rows."""
+        rows = [self.in_rows(tensor.detach()) for tensor in unsharded]
         wanted = self.layout.slice_for(rank)
         pieces, start = [], 0
-        for tensor in unsharded:
+        for tensor in rows:
             begin, end = max(wanted.start - start, 0), min(wanted.stop - start, tensor.numel())
             if begin < end:
-                pieces.append(self.in_rows(tensor.detach()).reshape(-1)[begin:end])
+                pieces.append(tensor.reshape(-1)[begin:end])
             start += tensor.numel()
         padding = self.layout.shard_numel - wanted.stop + wanted.start
         if padding or not pieces:  # cat needs one
-            pieces.append(unsharded[0].detach().new_zeros(padding))
+            pieces.append(rows[0].new_zeros(padding))
         flat = torch.cat(pieces)
         return self.from_rows(flat) if by_rows else flat
 

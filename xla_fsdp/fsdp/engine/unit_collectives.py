@@ -213,12 +213,13 @@ class AllGather:
         """Return what the ranks that share ``params`` have sent, by number; of packed larger
         shards, those of a smaller group."""
         self.log.sends("all-gather", sent, params)
-        unpacked = {}
-        for bucket, tensor in sent.items():
-            by = self._collectives.of(bool(params) and params[bucket.numbers[0]].is_expert)
-            gathered = self._gather_within(tensor) if larger else by.all_gather(tensor)
-            unpacked[bucket] = bucket.unpack(gathered, by.num_shards)
-        return _by_number(unpacked)
+        experts = [bool(params) and params[bucket.numbers[0]].is_expert for bucket in sent]
+        by = {each: self._collectives.of(of) for each, of in zip(sent, experts, strict=True)}
+        if larger:
+            gathered = {each: self._gather_within(tensor) for each, tensor in sent.items()}
+        else:
+            gathered = {each: by[each].all_gather(tensor) for each, tensor in sent.items()}
+        return _by_number({b: b.unpack(each, by[b].num_shards) for b, each in gathered.items()})
 
     def _plan(
         self, params: Sequence[FSDPParam], dtypes: Sequence[torch.dtype]
@@ -504,16 +505,20 @@ class ReduceScatter:
         self.log.sends("reduce-scatter", gathered, params)
         if self.comm_hook is not None:
             return {each: self._hooked(each, t, by.num_shards) for each, t in gathered.items()}
+        first = {bucket: params[bucket.numbers[0]] if params else None for bucket in gathered}
+        # Of a stack of matrices, as experts, which a kernel may have made: divided before, it would
+        # be read and written once more. Of a matrix, the product divides it.
+        late = {b for b, param in first.items() if param and len(param.originals[0].shape) == 3}
+        sent = {b: each if b in late else self._predivided(each) for b, each in gathered.items()}
         found = {}
-        for each, tensor in gathered.items():
-            param = params[each.numbers[0]] if params else None
+        for bucket, each in sent.items():
+            param = first[bucket]
             own = by.of(param is not None and param.is_expert)
-            if param is not None and len(param.originals[0].shape) == 3:
-                # Of a stack of matrices, as experts, which a kernel may have made: divided before,
-                # it would be read and written once more. Of a matrix, the product divides it.
-                found[each] = own.reduce_scatter(tensor, self._predivided)
-            else:
-                found[each] = own.reduce_scatter(self._predivided(tensor))
+            found[bucket] = (
+                own.reduce_scatter(each, self._predivided)
+                if bucket in late
+                else own.reduce_scatter(each)
+            )
         return found
 
     def _hooked(self, bucket: Bucket, gathered: Tensor, num_shards: int) -> Tensor:

@@ -18,7 +18,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from enum import Enum, auto
 from typing import Any, ParamSpec, TypeVar
 
@@ -169,18 +169,9 @@ def units_named() -> Iterator[None]:
         _named.release()
 
 
-def scope(unit: str, phase: str) -> AbstractContextManager[None]:
+def scope(unit: str, phase: str) -> AbstractContextManager[Any]:
     """Name what is traced inside the block, if units are named."""
-    return _opened(f"{unit}/{phase}") if _named.locked() else nullcontext()
-
-
-@contextmanager
-def _opened(name: str) -> Iterator[None]:
-    opened = Scope(name)
-    try:
-        yield
-    finally:
-        opened.close()
+    return closing(Scope(f"{unit}/{phase}")) if _named.locked() else nullcontext()
 
 
 def in_phase(phase: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -305,7 +305,7 @@ class ReduceScatter:
             if len(numbers) == 1 and len(self._params[at].packing.sent_shape) > 1
         }
         self._buckets: dict[tuple[tuple[int, torch.dtype], ...], tuple[Bucket, ...]] = {}
-        self._of_experts = [at for at, param in enumerate(self._params) if param.is_expert]
+        self._of_experts = _of_experts(self._params)
 
     @property
     def has_hooks(self) -> bool:
@@ -385,7 +385,7 @@ class ReduceScatter:
             {at: each.dtype for at, each in numbered.items()},
             self._limit,
             by.num_shards,
-            [at for at, param in enumerate(params) if param.is_expert],
+            _of_experts(params),
         )
         found = self.unpack(self._scatter(buckets, numbered, by, params))
         return [found[at] for at in range(len(tensors))]

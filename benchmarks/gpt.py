@@ -85,8 +85,8 @@ def ours(shape: Shape) -> Callable[[], None]:
 
 
 def scan(shape: Shape) -> Callable[[], None]:
-    """Return ``ours`` with all blocks as one loop, and embedding and head wrapped, so that neither
-    is unsharded while the loop runs."""
+    """Return ``ours`` with all blocks as one loop, and the embedding wrapped, so that it is not
+    unsharded while the loop runs."""
     return _scanned(shape, stacked=False)
 
 
@@ -111,8 +111,9 @@ def _scanned(
 ) -> Callable[[], None]:
     from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, scan_blocks
 
-    # An unchunked head is not resharded before its backward, which follows at once.
-    ends: dict[str, dict[str, Any]] = {"tokens": {}, "head": {"reshard_after_forward": streamed}}
+    ends: dict[str, dict[str, Any]] = {"tokens": {}}
+    if streamed:  # else it belongs to the root, which uses it in pieces
+        ends["head"] = {}
     rows = {"shard_param_on_dim_0": True}
     model: Any = _wrapped(
         shape, XlaFullyShardedDataParallel, checkpoint_module, rows, ends, streamed=streamed

@@ -3,7 +3,8 @@
 python -m test.common.tpu_schedules FOLDER '{"prefetch": 2}' ... prints one JSON object for each
 step of ``tpu_steps.build_in_place``; compiled programs are kept in the folder. ``offload`` in place
 of options: what the compiler says of parameters in host memory. ``head``: the bytes of the largest
-tensor that loops of ``tpu_steps.build_streamed`` copy.
+tensor that loops of ``tpu_steps.build_streamed`` copy. ``ordinary``: the bytes of tensors that
+operations outside of loops write which compute nothing, for units by hand of equal blocks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from test.common.tpu_steps import build as build_ordinary
 from test.common.tpu_steps import build_in_place, build_streamed
 from xla_fsdp.preflight import CompileError
 from xla_fsdp.preflight.compile.compiler import compile_program
@@ -28,6 +30,7 @@ from xla_fsdp.preflight.trace.tracing import trace_step
 
 TOPOLOGY = find_topology("v5e:2x2")
 PRODUCTS = ("convolution", "dot")
+ODD = 50257  # rows that no number of ranks divides
 
 
 def compiled(folder: Path, build: Callable[[], Callable[[], Any]]) -> Module:
@@ -61,6 +64,18 @@ def copied(module: Module) -> int:
     ]
     copies = [each for body in bodies for each in body if each.opcode == "copy"]
     return max((array.nbytes for each in copies for array in each.arrays), default=0)
+
+
+def written(module: Module) -> dict[str, list[int]]:
+    """The bytes of the tensors that are cut, padded or filled outside of loops, or have a value
+    added, by opcode; the largest first. Of fused operations the last counts."""
+    found: dict[str, list[int]] = {"slice": [], "pad": [], "broadcast": [], "add": []}
+    for each in module.entry.instructions:
+        called = module.computations.get(each.attribute("calls"))
+        last = each if called is None else called.instructions[-1]
+        if last.opcode in found:
+            found[last.opcode] += [array.nbytes for array in last.arrays]
+    return {opcode: sorted(sizes, reverse=True) for opcode, sizes in found.items()}
 
 
 def starts(module: Module) -> Iterator[int]:
@@ -117,6 +132,9 @@ def main(folder: str, *wanted: str) -> None:
         elif text == "head":
             build = partial(build_streamed, pieces=32)
             found = {"copied": copied(compiled(Path(folder), build))}
+        elif text == "ordinary":
+            build = partial(build_ordinary, depth=8, width=512, vocabulary=ODD)
+            found = written(compiled(Path(folder), build))
         else:
             options = json.loads(text)
             found = schedule(Path(folder), lambda options=options: build_in_place(**options))

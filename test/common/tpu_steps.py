@@ -38,11 +38,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embedding, blocks, head."""
 
-    def __init__(self, depth: int, width: int = WIDTH) -> None:
+    def __init__(self, depth: int, width: int = WIDTH, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -64,6 +64,7 @@ def build(
     offload: bool = False,
     rows: int = 2,
     cut: bool = False,
+    vocabulary: int = VOCABULARY,
     fails: str = "",
 ) -> Callable[[], Any]:
     """A step of the wrapped model, its blocks rematerialized, in bf16.
@@ -81,6 +82,7 @@ def build(
         offload: and let what they keep wait in the host's memory.
         rows: of the batch.
         cut: make two programs of a step, which ends the first one after the forward.
+        vocabulary: rows of the embedding and of the head.
         fails: "build" or "step": raise there, as a user's code may; "nothing": return None.
     """
     import torch_xla
@@ -107,7 +109,7 @@ def build(
     if one_step:
         options["collectives"] = XlaCollectives(None, 0, len(everyone[0]), [everyone])
     with torch.device("meta") if meta else contextlib.nullcontext():
-        model: Any = Transformer(depth, width)
+        model: Any = Transformer(depth, width, vocabulary)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = XlaFullyShardedDataParallel(checkpoint_module(block), **options)
     model = XlaFullyShardedDataParallel(model, **options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +69,21 @@ def test_large_gradients_of_a_loop_go_around_rings_that_compute_hides() -> None:
     # What is left is the root's, which has nothing to hide under.
     reduced = sum(e["wire_bytes"] for e in found["traffic"] if e["kind"] == "reduce-scatter")
     assert reduced <= 0.1 * matrices
+
+
+def test_ordinary_nesting_writes_nothing_that_it_does_not_compute(tmp_path: Path) -> None:
+    done = run_python("-m", "test.common.tpu_schedules", str(tmp_path), "ordinary", timeout=900)
+    assert done.returncode == 0, done.stderr
+    [line] = (each for each in done.stdout.splitlines() if each.startswith("{"))
+    found = json.loads(line)
+    table = 50257 * 512 * 2  # bytes
+    stacks = {8 * rows * 512 * 2 // 4 for rows in (512, 3 * 512, 4 * 512)}
+    # No table without its padding, and no gradient of one that is padded afterwards.
+    assert max(found["slice"] + found["pad"]) < table
+    # A stack of shards is written once, and what a loop writes is not zeroed before: only the
+    # table's gradient is, to add to.
+    assert [size for size in found["broadcast"] if size >= min(stacks)][1:] == []
+    assert not stacks & set(found["add"])
 
 
 @cached_outcome

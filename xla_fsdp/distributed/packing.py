@@ -37,6 +37,7 @@ class ShardPacking:
         row_shape: shape of a single original without ``dim``.
         row_numel: of ``shard_layout.row_numel``.
         sent_shape: shape in which a shard is sent: [rows, width], or flat [n].
+        padding: number of elements in all shards that are of no original.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], layout: ShardLayout, dim: int = 0) -> None:
@@ -47,7 +48,7 @@ class ShardPacking:
         self.row_shape = torch.Size([*first[:dim], *first[dim + 1 :]])
         self.row_numel = row_numel(self.shapes, layout, dim)
         self.sent_shape = sent_shape(self.shapes, layout, self.row_numel)
-        self._padding = layout.padded_numel - layout.numel
+        self.padding = layout.padded_numel - layout.numel
         # Whether shards are whole rows of one original. Padding is whole rows then, too: cutting
         # single elements off a matrix would make the device lay out all of it again.
         self._by_rows = (
@@ -96,7 +97,7 @@ class ShardPacking:
         """
         if self._by_rows and self.dim:
             return [self.from_rows(self._without_padding(gathered))]
-        if self._by_rows or not (self._padding or len(self.shapes) > 1):
+        if self._by_rows or not (self.padding or len(self.shapes) > 1):
             return [copied(self._without_padding(gathered), self.shapes[0])]
         joined = shaped(gathered, (self.layout.padded_numel,))
         numels = [shape.numel() for shape in self.shapes]
@@ -113,18 +114,18 @@ class ShardPacking:
         if self._by_rows:
             rows = self.in_rows(unsharded[0])
             joined = shaped(rows, (rows.numel() // self.row_numel, self.row_numel))
-            padding = [0, 0, 0, self._padding // self.row_numel]
+            padding = [0, 0, 0, self.padding // self.row_numel]
         else:
             flat = [shaped(each, (each.numel(),)) for each in unsharded]
             joined = torch.cat(flat) if len(flat) > 1 else flat[0]
-            padding = [0, self._padding]
-        padded = F.pad(joined, padding) if self._padding else joined
+            padding = [0, self.padding]
+        padded = F.pad(joined, padding) if self.padding else joined
         num_shards, sent = self.layout.num_shards, self.sent_shape
         by_rows = len(sent) > 1
         return shaped(padded, (num_shards * sent[0], sent[1]) if by_rows else (num_shards, *sent))
 
     def _without_padding(self, gathered: Tensor) -> Tensor:
-        if not self._padding:
+        if not self.padding:
             return gathered
         rows = shaped(gathered, (self.layout.padded_numel // self.row_numel, self.row_numel))
         return narrowed(rows, 0, 0, self.layout.numel // self.row_numel)

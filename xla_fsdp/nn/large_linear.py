@@ -13,6 +13,7 @@ expects, backward computes the whole one from the whole weight.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,15 +58,18 @@ def large_weights(group: FSDPParamGroup) -> dict[int, int]:
     return found
 
 
-def compute_in_pieces(unit: FSDPState, call: ForwardCall, saved: SavedParams) -> None:
-    """Let ``F.linear`` use large weights of a root piece by piece, in a forward that begins. Inside
-    of other units, the loops would keep gathers of other parameters from being hidden."""
+def compute_from_shards(unit: FSDPState, call: ForwardCall, saved: SavedParams) -> None:
+    """Let ``F.linear`` use large weights of a root piece by piece, and ``F.embedding`` with their
+    padding, in a forward that begins. Inside of other units, the loops would keep gathers of other
+    parameters from being hidden."""
     settings = unit.settings
     of_root = settings.is_root and unit.has_units
     # A root keeps its parameters for backward, which comes next; at the user's request all.
     if of_root and settings.reshard_after_forward and not settings.keeps_larger:
         for original, number in large_weights(unit.group).items():
-            LinearInPieces(unit, call, saved, original, number).mark()
+            LinearInPieces(unit, call, saved, original, number).mark(F.linear)
+            if unit.group.params[number].packing.padding:
+                PaddedTable(unit, call, saved, original, number).mark(F.embedding)
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,8 @@ def pieces_for(
 # ---------------------------------------------------------------- in the forward of the unit
 
 
-class LinearInPieces:
-    """``F.linear`` without bias in one forward of a unit, with one of its weights.
+class LargeWeight(ABC):
+    """A weight that a function of torch uses from its shards, in one forward of a unit.
 
     Args:
         unit: the unit.
@@ -146,29 +150,25 @@ class LinearInPieces:
         self._original = original
         self._version = version_of(saved.unsharded[original])
 
-    def mark(self) -> None:
-        """Let ``F.linear`` compute with the weight in pieces, until the unit reshards."""
-        compute_by(self.saved.unsharded[self._original], F.linear, self._linear)
+    def mark(self, function: Any) -> None:
+        """Let ``compute`` compute ``function`` with the weight until the unit reshards."""
+        compute_by(self.saved.unsharded[self._original], function, self.compute)
+
+    @abstractmethod
+    def compute(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the function of torch."""
 
     @property
     def group(self) -> FSDPParamGroup:
         return self.unit.group
 
-    @property
-    def is_current(self) -> bool:
-        """Whether no shard has changed since the forward."""
-        return self.call.versions == self.group.versions
-
-    def can_compute(self, input: Any, weight: Tensor, bias: Tensor | None) -> bool:
-        """Return whether ``F.linear(input, weight)`` may be computed in pieces: where it is what
-        the unit's backward expects, on tensors of one dtype on the device."""
-        if type(input) not in (Tensor, Parameter) or not on_device(input) or input.dim() < 2:
-            return False
-        dtypes = {input.dtype, weight.dtype, *([] if bias is None else [bias.dtype])}
+    def is_expected(self, input: Any, weight: Tensor) -> bool:
+        """Return whether the unit's backward will find what it expects where the weight is used
+        from its shards, with an input on the device."""
         return (
-            len(dtypes) == 1
+            type(input) in (Tensor, Parameter)
+            and on_device(input)
             and not weights_are_whole()
-            and input.shape[-1] == weight.shape[-1]
             and input.numel() > 0
             and torch.is_grad_enabled()
             and not torch.is_autocast_enabled("xla")
@@ -179,7 +179,51 @@ class LinearInPieces:
             and self._original not in self.saved.changed_in_place()
         )
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def sent(self) -> Tensor:
+        """Return the weight's shard as it is gathered, [shard rows, width]."""
+        param = self.group.params[self.number]
+        [sent] = self.group.gather.sent([param], [param.shard])
+        return sent
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """All-gather [rows, width] on every rank to [ranks * rows, width]."""
+        [gathered] = self.group.gather.gather_tensors([rows])
+        return gathered.reshape(-1, rows.shape[-1])
+
+    def may_reduce(self, used: Tensor, node: Any, *, needs_weight: bool) -> bool:
+        """Return whether backward may compute with the shards, and reduce the weight's gradient
+        itself if it ``needs_weight``.
+
+        Args:
+            used: the unsharded weight.
+            node: its ``EarlyReduce`` node.
+            needs_weight: whether this pass computes that gradient.
+        """
+        if torch.is_grad_enabled() or self.call.versions != self.group.versions:
+            return False
+        plainly = self.unit.reduces_plainly and not self.unit.in_use  # a backward in the forward
+        return not needs_weight or (plainly and _is_only_summed(used, node))
+
+    def hand_over(self, of_shard: Tensor) -> None:
+        """Give the unit the weight's gradient, summed over the ranks, [shard rows, width]."""
+        self.call.add_reduced_early(self.group.reduction.as_bucket(self.number, of_shard))
+        self.unit.schedule.finish_first([of_shard])
+
+
+class LinearInPieces(LargeWeight):
+    """``F.linear`` without bias, with a weight in pieces."""
+
+    def can_compute(self, input: Any, weight: Tensor, bias: Tensor | None) -> bool:
+        """Return whether ``F.linear(input, weight)`` may be computed in pieces: where it is what
+        the unit's backward expects, on tensors of one dtype."""
+        return (
+            self.is_expected(input, weight)
+            and input.dim() > 1
+            and input.shape[-1] == weight.shape[-1]
+            and all(each.dtype == weight.dtype for each in (input, bias) if each is not None)
+        )
+
+    def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not self.can_compute(input, weight, bias):
             return F.linear(input, weight, bias)
         result = _Linear.apply(self, input, weight)
@@ -193,25 +237,14 @@ class LinearInPieces:
         shard_rows, width = packing.sent_shape
         return pieces_for(packing.shapes[0][0], width, ranks, shard_rows, rows.dtype.itemsize)
 
-    def sent(self, pieces: Pieces, *, once: bool = False) -> Tensor:
-        """Return the weight's shard as it is gathered, in pieces (``Pieces.cut``)."""
-        param = self.group.params[self.number]
-        [sent] = self.group.gather.sent([param], [param.shard])
-        return pieces.cut(sent, once=once)
-
-    def gather(self, piece: Tensor) -> Tensor:
-        """All-gather a piece: [rows, width] on every rank to [ranks * rows, width]."""
-        [gathered] = self.group.gather.gather_tensors([piece])
-        return gathered.reshape(-1, piece.shape[-1])
-
     def forward(self, rows: Tensor) -> Tensor:
         """Return the product of an input [n, width], [n, classes]."""
         pieces = self.pieces(rows)
         expect_on_all_ranks(f"use in {pieces.count} pieces", [self.group.params[self.number]])
-        rows, sent = ops.barrier([rows, self.sent(pieces)])
+        rows, sent = ops.barrier([rows, pieces.cut(self.sent())])
         # By class: each iteration writes whole rows.
         shape = (pieces.num_ranks, pieces.shard_rows, len(rows))
-        start = ops.uninitialized(shape, rows)
+        start = ops.uninitialized(shape, rows.dtype, rows)
         loop = self.unit.loops.get(
             ("forward", self.number, pieces, TensorSpec.of(rows)),
             lambda: self._forward_loop(pieces, rows, start),
@@ -245,7 +278,7 @@ class LinearInPieces:
         """
         pieces = self.pieces(rows)
         expect_on_all_ranks(f"backward in {pieces.count} pieces", [self.group.params[self.number]])
-        grad, sent = ops.barrier([grad, self.sent(pieces, once=True)])
+        grad, sent = ops.barrier([grad, pieces.cut(self.sent(), once=True)])
         padding = pieces.num_ranks * pieces.shard_rows - pieces.num_classes
         by_class = F.pad(grad.t(), (0, 0, 0, padding)) if padding else grad.t()
         by_class = by_class.reshape(pieces.num_ranks, pieces.shard_rows, -1)
@@ -327,21 +360,76 @@ class _Linear(torch.autograd.Function):
         used = weight if ctx.weight is None else ctx.weight
         # A pass that was asked for other gradients would leave this one for the next.
         needs[1] = needs[1] and torch._C._will_engine_execute_node(ctx.node)
-        unit = linear.unit
         rows, flat = input.reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        if (
-            torch.is_grad_enabled()
-            or not linear.is_current
-            or (needs[1] and not (unit.reduces_plainly and _is_only_summed(used, ctx.node)))
-            or (needs[1] and unit.in_use)  # a backward inside of the forward
-        ):
+        if not linear.may_reduce(used, ctx.node, needs_weight=needs[1]):
             return None, grad @ weight if needs[0] else None, flat.t() @ rows if needs[1] else None
         of_rows, of_shard = linear.backward(rows, flat, needs)
         if of_shard is not None:
-            linear.call.add_reduced_early(unit.group.reduction.as_bucket(linear.number, of_shard))
-            unit.schedule.finish_first([of_shard])
+            linear.hand_over(of_shard)
         of_input = None if of_rows is None else of_rows.to(input.dtype).reshape(input.shape)
         return None, of_input, None
+
+
+class PaddedTable(LargeWeight):
+    """``F.embedding`` with a weight whose shards are padded: looked up where it was gathered, and
+    its gradient summed where it is sent. The unsharded weight is cut from the former, and its
+    gradient padded to the latter: two more copies of all rows."""
+
+    def compute(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        is_plain = max_norm is None and not (scale_grad_by_freq or sparse)
+        if is_plain and weight.requires_grad and self.is_expected(input, weight):
+            return _Embedding.apply(self, input, weight, padding_idx)
+        return F.embedding(
+            input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        )
+
+
+class _Embedding(torch.autograd.Function):
+    """Map (input, weight) to ``F.embedding(input, weight, padding_idx)``; backward hands the
+    weight's gradient, reduced, to the unit, and returns none, unless it has to be whole."""
+
+    @staticmethod
+    @package_code()
+    def forward(
+        ctx: Any, table: PaddedTable, input: Tensor, weight: Tensor, padding_idx: int | None
+    ) -> Tensor:
+        # As in ``_Linear``.
+        ctx.table, ctx.weight = table, weight if table.call.reshards else None
+        ctx.node = weight.grad_fn
+        ctx.num_rows = len(weight)
+        ctx.skipped = -1 if padding_idx is None else padding_idx % len(weight)
+        ctx.save_for_backward(input, weight)
+        ctx.set_materialize_grads(False)
+        expect_on_all_ranks("lookup in", [table.group.params[table.number]])
+        return F.embedding(input, table.gather(table.sent()))
+
+    @staticmethod
+    @package_code()
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        # A pass that was asked for other gradients would leave this one for the next.
+        if grad is None or not torch._C._will_engine_execute_node(ctx.node):
+            return None, None, None, None
+        table, reduction = ctx.table, ctx.table.group.reduction
+        input, weight = ctx.saved_tensors
+        used = weight if ctx.weight is None else ctx.weight
+        sum_rows = torch.ops.aten.embedding_dense_backward
+        if not table.may_reduce(used, ctx.node, needs_weight=True):
+            return None, None, sum_rows(grad, input, ctx.num_rows, ctx.skipped, False), None
+        param, by = table.group.params[table.number], table.group.collectives
+        expect_on_all_ranks("reduce-scatter of the gradient", [param])
+        num_rows = by.num_shards * param.packing.sent_shape[0]
+        sums = sum_rows(reduction.to_sum(grad), input, num_rows, ctx.skipped, False)
+        table.hand_over(by.reduce_scatter(sums))
+        return None, None, None, None
 
 
 def _is_only_summed(weight: Tensor, node: Any) -> bool:

@@ -311,13 +311,15 @@ class SeparateShards(BlockShards):
             ]
             by_param = list(zip(*sent, strict=True))
             params = [self._groups[0].params[at] for at in numbers]
-            concatenated = [
-                torch.cat([_as_stored(param, each) for each in own])
-                for param, own in zip(params, by_param, strict=True)
-            ]
-            stacks = ops.barrier(ops.with_data_dependency(after, concatenated))
-            pairs = zip(stacks, by_param, strict=True)
-            return [stack.reshape(len(own), *own[0].shape) for stack, own in pairs]
+            pairs = zip(params, by_param, strict=True)
+            flat = [_as_stored(param, each) for param, own in pairs for each in own]
+            # Each shard waits, not the stack: that would be read and written once more.
+            waiting = ops.with_data_dependency(after, flat)
+            length = len(self._groups)
+            starts = range(0, len(flat), length)
+            stacks = ops.barrier([torch.cat(waiting[at : at + length]) for at in starts])
+            by_stack = zip(stacks, by_param, strict=True)
+            return [stack.reshape(length, *own[0].shape) for stack, own in by_stack]
 
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
         params = self._groups[0].params

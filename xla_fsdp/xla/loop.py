@@ -354,9 +354,13 @@ class Loop:
         if self._body.draws_random_numbers and seeds is not None:
             operands.append(seeds)
         further = [] if update is None else update.operands
+        ys = self.ys[0 if update is None else update.takes :]
+        further += [
+            ops.uninitialized((self._length, *each.shape), each.dtype, operands[0]) for each in ys
+        ]
         key = None if update is None else update.key
         if key not in self._computations:
-            self._computations[key] = self._build(operands, further, update)
+            self._computations[key] = self._build(operands, further, len(ys), update)
         computation = self._computations[key]
         operands += further
         return list(
@@ -364,15 +368,17 @@ class Loop:
         )
 
     def _build(
-        self, operands: Sequence[Tensor], further: Sequence[Tensor], update: StackUpdate | None
+        self,
+        operands: Sequence[Tensor],
+        further: Sequence[Tensor],
+        num_ys: int,
+        update: StackUpdate | None,
     ) -> Any:
         builder = xb.create_builder(LOOP_NAME)
         params = [
             xb.mkparam(builder, at, xb.tensor_shape(each))
             for at, each in enumerate([*operands, *further])
         ]
-        ys = self.ys[0 if update is None else update.takes :]
-        zeros = [_zeros(builder, self._length, each) for each in ys]
         iterate = functools.partial(self._iterate, update, len(operands))
 
         def at_once(*state: Any) -> tuple[Any, ...]:
@@ -380,12 +386,13 @@ class Loop:
                 state = iterate(*state)
             return state
 
-        start = (_int32(builder, 0), *params, *zeros)
+        start = (_int32(builder, 0), *params)
         for _ in range(self._length % self._at_once):
             start = iterate(*start)
         done = xb.Op.mkwhile(start, self._condition, at_once)
         stacks = [] if update is None else self._stacks(update, len(operands))
-        results = [*range(self._num_carry), *range(len(params), len(params) + len(ys)), *stacks]
+        ys = range(len(params) - num_ys, len(params))
+        results = [*range(self._num_carry), *ys, *stacks]
         return xb.Op.tuple([done.get_tuple_element(1 + at) for at in results]).build(LOOP_NAME)
 
     def _stacks(self, update: StackUpdate, first: int) -> list[int]:
@@ -469,11 +476,6 @@ class LoopCache:
 
 def _int32(builder: Any, value: int) -> Any:
     return xb.Op.scalar(builder, value, dtype=xb.Type.S32)
-
-
-def _zeros(builder: Any, length: int, spec: TensorSpec) -> Any:
-    zero = xb.Op.scalar(builder, 0, dtype=xb.Op.from_torch_type(spec.dtype))
-    return zero.broadcast([length, *spec.shape])
 
 
 def _starts(stack: Any, at: Any) -> tuple[list[int], list[Any]]:

@@ -296,17 +296,18 @@ def with_data_dependency(before: Sequence[Tensor], tensors: Sequence[Tensor]) ->
     return [each + added.to(each.dtype) for each in tensors]
 
 
-def uninitialized(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return a tensor of any values, of the dtype and on the device of ``like``, for a loop that
-    writes all of it. Zeros would be written, too, as the TPU compiler does not see that.
+def uninitialized(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Return a tensor of any values, on the device of ``like``, for a loop that writes all of it.
+    Zeros would be written, too, as the TPU compiler does not see that.
 
-    On CPU they are NaN, so that reading one shows.
+    On CPU its floating-point numbers are NaN, so that reading one shows.
     """
     if runtime().device_type() == "CPU":
-        return torch.full(tuple(shape), math.nan, dtype=like.dtype, device=like.device)
+        value = math.nan if dtype.is_floating_point else 0
+        return torch.full(tuple(shape), value, dtype=dtype, device=like.device)
     # With an operand, only for torch_xla to know the device.
     [made] = torch_xla._XLAC._xla_custom_call(
-        [like], "AllocateBuffer", [tuple(shape)], [like.dtype], False, "", 0, {}
+        [like], "AllocateBuffer", [tuple(shape)], [dtype], False, "", 0, {}
     )
     return cast(Tensor, made)
 

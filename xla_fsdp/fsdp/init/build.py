@@ -51,7 +51,7 @@ from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import turn_on_if_asked
 from xla_fsdp.fsdp.init.peer_values import note_values
 from xla_fsdp.nn.embedding_grad import sum_small_in_float32
-from xla_fsdp.nn.large_linear import compute_in_pieces
+from xla_fsdp.nn.large_linear import compute_from_shards
 from xla_fsdp.optim import guards
 from xla_fsdp.wrap import Ignored, has_forward
 from xla_fsdp.xla import ops
@@ -285,7 +285,7 @@ def build_unit(
     if any(isinstance(each, nn.Embedding) for root in roots for each in root.modules()):
         group.at_unshard.append(sum_small_in_float32)
     if shards.num_shards > 1:
-        unit.at_forward.append(compute_in_pieces)
+        unit.at_forward.append(compute_from_shards)
     # Set by chunked heads and embeddings; a unit of several modules cannot run in chunks.
     override = getattr(roots[0], "_fsdp_forward_override", None) if len(roots) == 1 else None
     forward_override = None if override is None else override(unit)

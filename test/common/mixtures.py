@@ -56,14 +56,20 @@ KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "granite_moe": ("GraniteMoe", {"num_local_experts": 6, **FACTORS}),
 }
 
+OF_WIDTH = {"hidden_size": 256, "intermediate_size": 384}
+WIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "mixtral_wide": ("Mixtral", {"num_local_experts": 6, **OF_WIDTH}),
+    "mixtral_padded": ("Mixtral", {"num_local_experts": 5, **OF_WIDTH}),  # on 3 ranks
+}
+"""Whose experts' gradients can be made in pieces."""
 
 ADAPTED = "_adapted"
 
 
 def mixture(name: str, experts: str = "eager") -> Any:
-    """A model of ``KINDS`` whose experts and routers matter to its loss; with ``ADAPTED`` behind
-    its name PEFT adapts its experts, and nothing else is trained."""
-    kind, changes = KINDS[name.removesuffix(ADAPTED)]
+    """A model of ``KINDS`` or ``WIDE`` whose experts and routers matter to its loss; with
+    ``ADAPTED`` behind its name PEFT adapts its experts, and nothing else is trained."""
+    kind, changes = {**KINDS, **WIDE}[name.removesuffix(ADAPTED)]
     model = language_model(kind, False, experts_implementation=experts, **changes)
     if name.endswith(ADAPTED):
         both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -72,7 +78,7 @@ def mixture(name: str, experts: str = "eager") -> Any:
         )
     with torch.no_grad():
         for param in model.parameters():
-            param.add_(0.2 * torch.randn(param.shape))
+            param.add_((0.02 if name in WIDE else 0.2) * torch.randn(param.shape))
     return model
 
 
@@ -138,6 +144,14 @@ def train_on_ranks(mixes: Sequence[Mix], num_ranks: int, **options: Any) -> list
 
 def _train_all(rank: int, mixes: list[Mix]) -> list[Trained]:
     return [train(rank, each) for each in mixes]
+
+
+def train_in_pieces(rank: int, mixes: list[Mix]) -> list[Trained]:
+    """Train all of them as if their experts were large."""
+    from xla_fsdp.scan import weights
+
+    weights.IN_PIECES = 1  # of this child process
+    return _train_all(rank, mixes)
 
 
 def train(rank: int, mix: Mix) -> Trained:

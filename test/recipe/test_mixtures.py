@@ -18,11 +18,13 @@ from test.common.mixtures import (
     ADAPTED,
     KINDS,
     STEPS,
+    WIDE,
     Mix,
     Trained,
     mixture,
     tokens,
     train,
+    train_in_pieces,
     train_on_ranks,
     train_plain,
 )
@@ -199,6 +201,27 @@ def in_full(num_ranks: int) -> dict[str, list[Trained]]:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_recipe_trains_as_with_eager_experts(name: str, num_ranks: int) -> None:
     check(BY_NAME[name], in_full(num_ranks)[name])
+
+
+IN_PIECES = (
+    *(Mix(model) for model in WIDE),
+    Mix("mixtral_wide", "fast", {"remat": "none"}),
+    Mix("mixtral_padded", "lean", {"streamed_head": False, "stacked": False}),
+)
+
+
+@cached_outcome
+def in_pieces(num_ranks: int) -> dict[str, list[Trained]]:
+    found = run_on_ranks(train_in_pieces, num_ranks, list(IN_PIECES), timeout=1700)
+    by_mix = [list(each) for each in zip(*found, strict=True)]
+    return dict(zip(map(name_of, IN_PIECES), by_mix, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+@pytest.mark.parametrize("mix", IN_PIECES, ids=name_of)
+def test_gradients_of_experts_in_pieces_are_those_of_eager_ones(mix: Mix, num_ranks: int) -> None:
+    check(mix, in_pieces(num_ranks)[name_of(mix)])
 
 
 @cached_outcome

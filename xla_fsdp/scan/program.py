@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from xla_fsdp.fsdp.engine.thread import current_pass, scope
+from xla_fsdp.nn.experts.late_products import LateProducts, computing_late
 from xla_fsdp.nn.remat_policy import ActivationStore, Recorded, RematPolicy, Replay, is_replaced
 from xla_fsdp.scan.errors import NoLoopError
 from xla_fsdp.scan.tracing import Template, body_difference, split
@@ -273,11 +274,15 @@ def backward_program(
         for at in reversed(range(len(blocks.positions))):
             position = blocks.positions[at]
             x, *saved = (once[index] for index in forward.saved_at[at])
+            weights = position.weights
+            large = weights.large if reduces else []
             params, following = _gathered(blocks, own, following, at, at - 1, values[0])
+            leaves = position.as_leaves(params)
+            late = LateProducts({n: leaves[n] for n in weights.reduced_in_pieces(large)})
             _seed_own_numbers(blocks, at)
-            with scope(position.weights.name, "backward"):
+            with scope(weights.name, "backward"), computing_late(late):
                 grad, grads, other_grads, node = _differentiate(
-                    position, forward.replays[at], own, at, x, params, saved, needs, grad
+                    position, forward.replays[at], own, at, x, leaves, saved, needs, grad
                 )
             nodes.append(node)
             if collected[at]:
@@ -285,9 +290,8 @@ def backward_program(
             asked = [wanted[each] for each in position.others if needs[each]]
             for index, each in zip(asked, other_grads, strict=True):
                 sums[index] = sums[index] if each is None else sums[index] + each
-            weights = position.weights
-            large = weights.large if reduces else []
-            reduced.update(((at, n), each) for n, each in weights.reduce(large, grads).items())
+            totals = weights.reduce(large, grads, late.handed_out())
+            reduced.update(((at, n), each) for n, each in totals.items())
             done = weights.originals(large)
             left.update(((at, n), each) for n, each in grads.items() if n not in done)
         # Only tracing tells which parameters get gradients.
@@ -362,8 +366,8 @@ def _differentiate(
     needs: Sequence[bool],
     grad: Tensor,
 ) -> tuple[Tensor, dict[int, Tensor], list[Tensor | None], Any]:
-    """Recompute the block at position ``at`` with unsharded ``params`` and ``saved`` activations;
-    differentiate it.
+    """Recompute the block at position ``at`` with unsharded ``params``, leaves of autograd, and
+    ``saved`` activations; differentiate it.
 
     Returns:
         The gradients of x, of the parameters by original, and of its other arguments that need one;
@@ -373,7 +377,6 @@ def _differentiate(
     need = [needs[each] for each in position.others]
     with torch.enable_grad():
         x = x.clone().requires_grad_()
-        params = position.as_leaves(params)
         others = _requiring_grad(others, need)
         y = replay(
             lambda: position.run(list(params), own, x, others), position.template.module, saved

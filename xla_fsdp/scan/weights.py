@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xla_fsdp.distributed.packing import narrowed, shaped
-from xla_fsdp.distributed.shard_layout import ROWS
+from xla_fsdp.distributed.shard_layout import LANES, ROWS
 from xla_fsdp.fsdp.engine.param import FSDPParam, held_shape, note_grads
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
+from xla_fsdp.nn.experts.late_products import Product
 from xla_fsdp.xla import ops
 
 P = ParamSpec("P")
@@ -32,6 +33,14 @@ T = TypeVar("T")
 TOGETHER = 2**22
 """Elements of gradients that a loop may reduce together. A ring cannot start before the last of
 its gradients: that of a block's first matrix, if all share one."""
+
+IN_PIECES = 2**25
+"""Elements from which on the gradient of a stack of matrices is made and reduced in pieces."""
+
+MOST_PIECES = 4
+
+IN_FLIGHT = 3
+"""Pieces that are there at a time: with two, rings of the first are waited for."""
 
 
 def _of_all_blocks(method: Callable[P, T]) -> Callable[P, T]:
@@ -110,15 +119,61 @@ class BlockWeights:
         ]
         return self.group.gather.unshard_sent(self._params(params), ready)
 
+    def reduced_in_pieces(self, params: Sequence[int]) -> list[int]:
+        """Return the originals of those parameters whose gradients ``reduce`` takes as products:
+        stacks of large matrices, sharded by rows of these, which any columns of can be reduced."""
+        return self.originals([at for at in params if _num_pieces(self.group.params[at])])
+
     @_of_all_blocks
-    def reduce(self, params: Sequence[int], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def reduce(
+        self,
+        params: Sequence[int],
+        grads: Mapping[int, Tensor],
+        products: Mapping[int, Sequence[Product]],
+    ) -> dict[int, Tensor]:
         """Reduce-scatter unsharded gradients of one block, by original; return the sums by
-        parameter, without parameters that have no gradient."""
+        parameter, without parameters that have no gradient.
+
+        Args:
+            params: whose gradients are reduced.
+            grads: by original.
+            products: to add to them, of originals that ``reduced_in_pieces`` names.
+        """
         reduction = self.group.reduction
         found: dict[int, Tensor] = {}
         for run in self._runs(params):
             found.update(reduction.unpack(reduction.scatter(grads, run, self._rings)))
+        for at, total in self._reduce_products(products).items():
+            found[at] = found[at] + total if at in found else total
         return found
+
+    def _reduce_products(self, products: Mapping[int, Sequence[Product]]) -> dict[int, Tensor]:
+        results = [each.of_rows for summands in products.values() for each in summands]
+        # Behind the last of them no weight is needed. A corner, as reading all takes time.
+        differentiated = [each[:ROWS, :LANES] for each in results if each is not None]
+        pieces: list[Tensor] = []
+        found: dict[int, Tensor] = {}
+        for original, summands in products.items():
+            [at] = (at for at, own in self._originals.items() if original in own)
+            columns = summands[0].right.shape[1] // _num_pieces(self.group.params[at])
+            first = len(pieces)
+            for start in range(0, summands[0].right.shape[1], columns):
+                after = [*differentiated, *pieces[:-IN_FLIGHT][-1:]]
+                parts = [each.columns(start, start + columns, after) for each in summands]
+                pieces.append(self._reduce_piece(at, functools.reduce(torch.add, parts)))
+            found[at] = torch.cat(pieces[first:], 1)
+        return found
+
+    def _reduce_piece(self, number: int, piece: Tensor) -> Tensor:
+        """Reduce some columns of the gradient of a stack, [matrices, rows, columns], to those of
+        this rank's shard, [rows, columns]."""
+        param, columns = self.group.params[number], piece.shape[-1]
+        num_shards, rows = param.packing.layout.num_shards, param.packing.sent_shape[0]
+        joined = shaped(piece, (piece.numel() // columns, columns))
+        padded = F.pad(joined, (0, 0, 0, num_shards * rows - len(joined)))
+        by_rank = padded.reshape(num_shards, rows, columns)
+        [total] = self.group.reduction.scatter_tensors([by_rank], self._rings, [param])
+        return total.reshape(rows, columns)
 
     def _runs(self, params: Sequence[int]) -> list[list[int]]:
         """Divide parameters into runs of at most ``TOGETHER`` elements, or of one larger one."""
@@ -177,6 +232,19 @@ class BlockWeights:
 
     def _params(self, numbers: Sequence[int]) -> list[FSDPParam]:
         return [self.group.params[at] for at in numbers]
+
+
+def _num_pieces(param: FSDPParam) -> int:
+    """Return in how many pieces of whole lanes the gradient of a parameter is reduced; 0 for one
+    that is made as a whole."""
+    packing, shape = param.packing, param.originals[0].shape
+    in_rows = len(shape) == 3 and not packing.dim and packing.sent_shape[1:] == shape[2:]
+    if not in_rows or packing.layout.numel < IN_PIECES:
+        return 0
+    counts = range(MOST_PIECES, 1, -1)
+    # Of experts on an axis the gradient is one product already, or that of few rows at a time.
+    fits = (n for n in counts if shape[2] % (n * LANES) == 0 and not param.is_expert)
+    return next(fits, 0)
 
 
 def _swap(stack: Tensor, first: int, second: int) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.higher_order import differentiable_once
-from xla_fsdp.nn.experts import megablox
+from xla_fsdp.nn.experts import late_products, megablox
+from xla_fsdp.nn.experts.late_products import Product, Take
 from xla_fsdp.nn.experts.products import BATCHED, Implementation
 from xla_fsdp.nn.experts.routes import Pairs, Routes
 from xla_fsdp.nn.experts.segments import SEGMENTS
@@ -52,8 +53,9 @@ def grouped_linear(
         if id(given) not in routes.joined:  # its cast is another tensor in each round
             routes.joined[id(given)] = (given, *_joined(weight))
         _, weight, pairs = routes.joined[id(given)]
+    how = (implementation, transposed, routes.total)
     result: Tensor = _Product.apply(
-        implementation, transposed, routes.total, rows, weight, routes.sizes, pairs
+        *how, rows, weight, routes.sizes, pairs, late_products.taker_of(weight)
     )
     return result if bias is None else result + routes.rows_of_experts(bias.to(result.dtype))
 
@@ -70,12 +72,14 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         sizes: Tensor,
         pairs: Pairs | None,
+        take: Take | None,
     ) -> Tensor:
         return implementation.multiply(rows, weight, sizes, transposed, total)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.implementation, ctx.transposed, ctx.total, rows, weight, sizes, ctx.pairs = inputs
+        ctx.implementation, ctx.transposed, ctx.total, rows, weight, sizes, *others = inputs
+        ctx.pairs, ctx.take = others
         ctx.save_for_backward(rows, weight, sizes)
 
     @staticmethod
@@ -88,12 +92,15 @@ class _Product(torch.autograd.Function):
                 grad, weight, sizes, not ctx.transposed, ctx.total
             )
         if ctx.needs_input_grad[4]:
-            pair = (grad, rows) if ctx.transposed else (rows, grad)
-            if ctx.pairs is None:
-                of_weight = ctx.implementation.outer(*pair, sizes, ctx.total)
+            left, right = (grad, rows) if ctx.transposed else (rows, grad)
+            outer = ctx.implementation.outer
+            if ctx.take is not None:
+                ctx.take(Product(left, right, sizes, ctx.total, outer, of_rows))
+            elif ctx.pairs is None:
+                of_weight = outer(left, right, sizes, ctx.total)
             else:
-                ctx.pairs[id(ctx)] = pair
-        return None, None, None, of_rows, of_weight, None, None
+                ctx.pairs[id(ctx)] = left, right
+        return None, None, None, of_rows, of_weight, None, None, None
 
 
 def _joined(weight: Tensor) -> tuple[Tensor, Pairs]:

@@ -48,11 +48,11 @@ def build_step(plain: int = 0) -> Callable[[], Tensor]:
     places = range(plain)
     if not plain:
         from xla_fsdp import XlaFullyShardedDataParallel
-        from xla_fsdp.nn import large_linear
+        from xla_fsdp.nn import large_weights
         from xla_fsdp.xla import ops
 
-        large_linear.LEAST_BYTES = 2**16
-        large_linear.PIECE_BYTES = ops.world_size() * rows * 4 * width
+        large_weights.LEAST_BYTES = 2**16
+        large_weights.PIECE_BYTES = ops.world_size() * rows * 4 * width
         for index, block in enumerate(model.blocks):
             model.blocks[index] = XlaFullyShardedDataParallel(block)
         model = XlaFullyShardedDataParallel(model)

@@ -129,15 +129,15 @@ def traced_in_pieces() -> dict[str, Any]:
     from unittest import mock
 
     from test.common.large_head import step_of
-    from xla_fsdp.nn import large_linear
+    from xla_fsdp.nn import large_weights
     from xla_fsdp.nn.chunked import chunks
     from xla_fsdp.preflight.topologies import find_topology
     from xla_fsdp.preflight.trace.tracing import trace_step
 
     coords = find_topology("v5e:2x2").coords
     small = (
-        mock.patch.object(large_linear, "LEAST_BYTES", 2**16),
-        mock.patch.object(large_linear, "PIECE_BYTES", 2**17),
+        mock.patch.object(large_weights, "LEAST_BYTES", 2**16),
+        mock.patch.object(large_weights, "PIECE_BYTES", 2**17),
         mock.patch.object(chunks, "CHUNK_BYTES", 2**17),
     )
     with small[0], small[1], small[2]:

@@ -7,6 +7,7 @@ every token of a batch adds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def sum_small_in_float32(group: FSDPParamGroup) -> None:
             is_table = any(isinstance(owner.module, nn.Embedding) for owner in original.owners)
             # Leaves belong to the user, as in ``summon_full_params``.
             if is_table and type(tensor) is Tensor and tensor.requires_grad:
-                compute_by(tensor, F.embedding, _embedding)
+                compute_by(tensor, F.embedding, embedding_by(_Embedding.apply))
 
 
 def sum_rows(num_rows: int, rows: Tensor, is_counted: Tensor, grad: Tensor) -> Tensor:
@@ -55,19 +56,32 @@ def sum_rows(num_rows: int, rows: Tensor, is_counted: Tensor, grad: Tensor) -> T
     return start.index_add(0, rows, share.reshape(-1, *shape)).reshape(num_rows, width)
 
 
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    is_known = max_norm is None and not sparse and not in_transform()
-    if is_known and torch.is_grad_enabled():
-        return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq)
-    return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+LookUp = Callable[[Tensor, Tensor, int | None, bool], Tensor | None]
+"""Maps input, weight, ``padding_idx`` and ``scale_grad_by_freq`` to the rows, or to None where it
+does not look up such ones."""
+
+
+def embedding_by(look_up: LookUp) -> Callable[..., Tensor]:
+    """Return ``F.embedding``, by ``look_up`` where that can have a gradient as torch's has."""
+
+    def embedding(
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        found = None
+        if max_norm is None and not sparse and not in_transform() and torch.is_grad_enabled():
+            found = look_up(input, weight, padding_idx, scale_grad_by_freq)
+        if found is not None:
+            return found
+        others = max_norm, norm_type, scale_grad_by_freq, sparse
+        return F.embedding(input, weight, padding_idx, *others)
+
+    return embedding
 
 
 class _Embedding(torch.autograd.Function):

@@ -51,7 +51,7 @@ from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import turn_on_if_asked
 from xla_fsdp.fsdp.init.peer_values import note_values
 from xla_fsdp.nn.embedding_grad import sum_small_in_float32
-from xla_fsdp.nn.large_linear import compute_from_shards
+from xla_fsdp.nn.large_weights import compute_from_shards
 from xla_fsdp.optim import guards
 from xla_fsdp.wrap import Ignored, has_forward
 from xla_fsdp.xla import ops

@@ -1,4 +1,5 @@
-"""Compute ``F.linear`` with a large weight of a root, a head's, piece by piece.
+"""Compute with large weights of a root from their shards: ``F.linear``, a head, piece by piece, and
+``F.embedding`` with a table as it was gathered.
 
 Gathered whole, the head's weight and the logits are most of what a training step needs. So forward
 and backward are loops: each iteration gathers the same few rows of every rank's shard, computes
@@ -13,10 +14,9 @@ expects, backward computes the whole one from the whole weight.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import package_code
 from xla_fsdp.fsdp.engine.unit_collectives import expect_on_all_ranks
 from xla_fsdp.nn.chunked.chunks import TILE, Chunks
+from xla_fsdp.nn.embedding_grad import embedding_by
 from xla_fsdp.nn.forward_weight import compute_by, weights_are_whole
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import Loop, TensorSpec, read_slice, trace_body, write_slice
@@ -67,9 +68,11 @@ def compute_from_shards(unit: FSDPState, call: ForwardCall, saved: SavedParams) 
     # A root keeps its parameters for backward, which comes next; at the user's request all.
     if of_root and settings.reshard_after_forward and not settings.keeps_larger:
         for original, number in large_weights(unit.group).items():
-            LinearInPieces(unit, call, saved, original, number).mark(F.linear)
+            linear = LinearInPieces(unit, call, saved, original, number)
+            compute_by(saved.unsharded[original], F.linear, linear.compute)
             if unit.group.params[number].packing.padding:
-                PaddedTable(unit, call, saved, original, number).mark(F.embedding)
+                table = PaddedTable(unit, call, saved, original, number)
+                compute_by(saved.unsharded[original], F.embedding, embedding_by(table.look_up))
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def pieces_for(
 # ---------------------------------------------------------------- in the forward of the unit
 
 
-class LargeWeight(ABC):
+class LargeWeight:
     """A weight that a function of torch uses from its shards, in one forward of a unit.
 
     Args:
@@ -149,14 +152,6 @@ class LargeWeight(ABC):
         self.number = number
         self._original = original
         self._version = version_of(saved.unsharded[original])
-
-    def mark(self, function: Any) -> None:
-        """Let ``compute`` compute ``function`` with the weight until the unit reshards."""
-        compute_by(self.saved.unsharded[self._original], function, self.compute)
-
-    @abstractmethod
-    def compute(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the function of torch."""
 
     @property
     def group(self) -> FSDPParamGroup:
@@ -224,6 +219,7 @@ class LinearInPieces(LargeWeight):
         )
 
     def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute ``F.linear``."""
         if not self.can_compute(input, weight, bias):
             return F.linear(input, weight, bias)
         result = _Linear.apply(self, input, weight)
@@ -375,22 +371,13 @@ class PaddedTable(LargeWeight):
     its gradient summed where it is sent. The unsharded weight is cut from the former, and its
     gradient padded to the latter: two more copies of all rows."""
 
-    def compute(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Tensor:
-        is_plain = max_norm is None and not (scale_grad_by_freq or sparse)
-        if is_plain and weight.requires_grad and self.is_expected(input, weight):
-            return _Embedding.apply(self, input, weight, padding_idx)
-        return F.embedding(
-            input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        )
+    def look_up(
+        self, input: Tensor, weight: Tensor, padding_idx: int | None, by_frequency: bool
+    ) -> Tensor | None:
+        """Return the rows of ``input``, as a ``LookUp``."""
+        if by_frequency or not weight.requires_grad or not self.is_expected(input, weight):
+            return None
+        return cast(Tensor, _Embedding.apply(self, input, weight, padding_idx))
 
 
 class _Embedding(torch.autograd.Function):

@@ -157,9 +157,9 @@ def train(rank: int, name: str, options: dict[str, Any], micro_batches: int) -> 
     import torch_xla.runtime as xr
 
     from xla_fsdp import XlaFullyShardedDataParallel
-    from xla_fsdp.nn import large_linear
+    from xla_fsdp.nn import large_weights
 
-    large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**15 * xr.world_size()
+    large_weights.LEAST_BYTES, large_weights.PIECE_BYTES = 2**16, 2**15 * xr.world_size()
     model: Any = make(MODELS[name], seed=0)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = XlaFullyShardedDataParallel(
@@ -263,7 +263,7 @@ def initial(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("shard_rows", [16, 30, 48, 61])
 def test_pieces_have_each_row_of_a_shard_once(shard_rows: int) -> None:
-    from xla_fsdp.nn.large_linear import Pieces
+    from xla_fsdp.nn.large_weights import Pieces
 
     pieces = Pieces(num_classes=shard_rows, width=3, num_ranks=1, shard_rows=shard_rows, rows=16)
     shard = torch.randn(shard_rows, 3)
@@ -408,13 +408,13 @@ def compared(rank: int) -> dict[str, tuple[float, int]]:
     """How far gradients are from those with the whole weight, and the number of loops."""
     import torch_xla
 
-    from xla_fsdp.nn import large_linear
+    from xla_fsdp.nn import large_weights
 
     found = {}
     for scenario in SCENARIOS:
         grads = []
         for least in (2**16, 2**40):
-            large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = least, 2**16
+            large_weights.LEAST_BYTES, large_weights.PIECE_BYTES = least, 2**16
             model = wrapped()
             scenario(model, rank)
             torch_xla.sync()
@@ -442,9 +442,9 @@ def weights_alive(rank: int) -> int:
     """How many whole weights there are after a step, while its loss is held."""
     import torch_xla
 
-    from xla_fsdp.nn import large_linear
+    from xla_fsdp.nn import large_weights
 
-    large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**16
+    large_weights.LEAST_BYTES, large_weights.PIECE_BYTES = 2**16, 2**16
     model = wrapped()
     loss = loss_in(model, rank)
     loss.backward()
@@ -476,9 +476,9 @@ def use_other_heads(rank: int) -> None:
     import torch_xla
 
     from xla_fsdp import XlaFullyShardedDataParallel
-    from xla_fsdp.nn import large_linear
+    from xla_fsdp.nn import large_weights
 
-    large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**16
+    large_weights.LEAST_BYTES, large_weights.PIECE_BYTES = 2**16, 2**16
     model: Any = make(TwoHeads)
     model.blocks[0] = XlaFullyShardedDataParallel(model.blocks[0])
     loss_in(XlaFullyShardedDataParallel(model), rank).backward()
@@ -495,9 +495,9 @@ def losses_of_steps(rank: int) -> list[list[float]]:
     import torch_xla
 
     from xla_fsdp import compile_step
-    from xla_fsdp.nn import large_linear
+    from xla_fsdp.nn import large_weights
 
-    large_linear.LEAST_BYTES, large_linear.PIECE_BYTES = 2**16, 2**16
+    large_weights.LEAST_BYTES, large_weights.PIECE_BYTES = 2**16, 2**16
     found = []
     for is_compiled in (False, True):
         model = wrapped({"compute_dtype": torch.bfloat16})

@@ -29,6 +29,7 @@ from xla_fsdp.distributed.packing import ShardPacking, shaped, viewable
 from xla_fsdp.distributed.placement import TensorPlacement, placed_params
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.xla import ops
+from xla_fsdp.xla.lost import LostTensor
 
 # ---------------------------------------------------------------- attributes of modules
 
@@ -312,6 +313,8 @@ class FSDPParam:
         part = self.slots.part
         if part is None:
             return self.leaf
+        if isinstance(self.leaf, LostTensor):  # which what follows would not see
+            raise self.leaf.error("select")
         with torch._C.DisableTorchFunctionSubclass():  # a forward of the user's may run
             return viewable(self.leaf).select(0, part.number).view(part.shape)
 

@@ -387,6 +387,16 @@ def other_lengths(model: Any, rank: int) -> None:
     loss_of(model(tokens), tokens).backward()
 
 
+def nothing_to_look_up(model: Any, rank: int) -> None:
+    """On one rank alone."""
+    import torch_xla
+
+    handle = model.tokens.register_forward_hook(lambda *given: given[-1].sum(1, keepdim=True))
+    tokens, targets = (each.to(torch_xla.device()) for each in batch(rank, 0))
+    loss_of(model(tokens[:, : 8 - 8 * rank]), targets[:, :1]).backward()
+    handle.remove()
+
+
 def keeps_all(model: Any, rank: int) -> None:
     model._fsdp_unit.settings.reshard_after_forward = False
     loss_in(model, rank).backward()
@@ -401,6 +411,7 @@ SCENARIOS = {
     changed_before_backward: 1, backward_twice: 2, two_forwards: 2, synced_before_backward: 2,
     without_grad: 0, autocast: 0, offloaded: 0, copied: 2, raised: 2, keeps_all: 0, frees_all: 2,
     other_gradients_first: 3, gradient_of_a_kept_weight: 2, other_lengths: 2,
+    nothing_to_look_up: 2,
 }  # fmt: skip
 
 

@@ -164,7 +164,6 @@ class LargeWeight:
             type(input) in (Tensor, Parameter)
             and on_device(input)
             and not weights_are_whole()
-            and input.numel() > 0
             and torch.is_grad_enabled()
             and not torch.is_autocast_enabled("xla")
             and not in_transform()
@@ -213,6 +212,7 @@ class LinearInPieces(LargeWeight):
         the unit's backward expects, on tensors of one dtype."""
         return (
             self.is_expected(input, weight)
+            and input.numel() > 0
             and input.dim() > 1
             and input.shape[-1] == weight.shape[-1]
             and all(each.dtype == weight.dtype for each in (input, bias) if each is not None)

@@ -511,7 +511,7 @@ def losses_of_steps(rank: int) -> list[list[float]]:
     large_weights.LEAST_BYTES, large_weights.PIECE_BYTES = 2**16, 2**16
     found = []
     for is_compiled in (False, True):
-        model = wrapped({"compute_dtype": torch.bfloat16})
+        model = wrapped()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
         def one(
@@ -529,6 +529,7 @@ def losses_of_steps(rank: int) -> list[list[float]]:
             tokens, targets = (each.to(torch_xla.device()) for each in batch(rank, number))
             losses.append(step(tokens, targets).item())
         found.append(losses)
+        assert len(model._fsdp_unit.loops.made) == 2
     return found
 
 

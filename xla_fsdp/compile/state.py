@@ -30,7 +30,7 @@ from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.optim.optimizers import params_of
-from xla_fsdp.xla.loop import Body
+from xla_fsdp.xla.loop import Body, Loop
 from xla_fsdp.xla.lost import LostTensor
 
 PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
@@ -86,11 +86,11 @@ class State:
             if not isinstance(each, Tensor):
                 self._add(type(each).__name__, each)
         self._objects.append(("state", given))  # where its tensors are
-        self.constants: list[Tensor] = []  # that loops keep, with the body that was traced once
+        self._bodies: list[Body] = []
         for label, value in self._objects:  # which grows
             for way, inner in _tensors_and_parts(value):
                 if isinstance(inner, Body):
-                    self.constants += inner.captured.values()
+                    self._bodies.append(inner)
                 elif not isinstance(inner, Tensor):
                     self._add(f"{label}{_shown_way(way)}", inner)
         self.modules = list(self.labels)
@@ -103,6 +103,13 @@ class State:
         self._held: list[Any] = []
         self._facts_of_held: list[Any] = []
         self._facts = [*self._make_facts_of_held(), *self._make_facts()]
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """Tensors that loops keep, with a body that was traced once. Units trace loops in steps."""
+        loops = [loop for unit in self.units for loop in unit.loops.made.values()]
+        bodies = [*self._bodies, *(loop.body for loop in loops if isinstance(loop, Loop))]
+        return [tensor for body in bodies for tensor in body.captured.values()]
 
     def _add(self, label: str, value: Any) -> None:
         """Add a module with those inside of it, an optimizer, or an object."""

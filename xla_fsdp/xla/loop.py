@@ -340,6 +340,10 @@ class Loop:
         """Specs of the ys of one iteration."""
         return self._body.outputs[self._num_carry :]
 
+    @property
+    def body(self) -> Body:
+        return self._body
+
     def run(
         self, inputs: Sequence[Tensor], seeds: Tensor | None, update: StackUpdate | None = None
     ) -> list[Tensor]:

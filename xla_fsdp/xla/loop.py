@@ -319,7 +319,7 @@ class Loop:
         reverse: bool = False,
         in_pairs: bool = False,
     ) -> None:
-        self._body = body
+        self.body = body
         self._length = length
         self._num_carry = num_carry
         self._xs = range(num_carry, num_carry + num_xs)
@@ -333,16 +333,12 @@ class Loop:
 
     @property
     def draws_random_numbers(self) -> bool:
-        return self._body.draws_random_numbers
+        return self.body.draws_random_numbers
 
     @property
     def ys(self) -> tuple[TensorSpec, ...]:
         """Specs of the ys of one iteration."""
-        return self._body.outputs[self._num_carry :]
-
-    @property
-    def body(self) -> Body:
-        return self._body
+        return self.body.outputs[self._num_carry :]
 
     def run(
         self, inputs: Sequence[Tensor], seeds: Tensor | None, update: StackUpdate | None = None
@@ -354,8 +350,8 @@ class Loop:
             seeds: [length] int64; required if the body draws random numbers.
             update: stacks to update in the loop.
         """
-        operands = [*inputs, *self._body.captured.values()]
-        if self._body.draws_random_numbers and seeds is not None:
+        operands = [*inputs, *self.body.captured.values()]
+        if self.body.draws_random_numbers and seeds is not None:
             operands.append(seeds)
         further = [] if update is None else update.operands
         ys = self.ys[0 if update is None else update.takes :]
@@ -430,7 +426,7 @@ class Loop:
         return (counter + one, *carry, *new_state[len(carry) : end], *stacked)
 
     def _call_body(self, state: Sequence[Any], at: Any, next_at: Any) -> list[Any]:
-        body = self._body
+        body = self.body
         inputs = []
         for index, number in enumerate(body.numbers):
             each = None

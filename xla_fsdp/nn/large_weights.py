@@ -414,7 +414,9 @@ class _Embedding(torch.autograd.Function):
         param, by = table.group.params[table.number], table.group.collectives
         expect_on_all_ranks("reduce-scatter of the gradient", [param])
         num_rows = by.num_shards * param.packing.sent_shape[0]
-        sums = sum_rows(reduction.to_sum(grad), input, num_rows, ctx.skipped, False)
+        divided = reduction.to_reduce_dtype(grad) / reduction.predivide  # few rows, not all sums
+        sums = sum_rows(divided, input, num_rows, ctx.skipped, False)
+        reduction.log.sends_one("reduce-scatter of a table", sums)
         table.hand_over(by.reduce_scatter(sums))
         return None, None, None, None
 

@@ -309,14 +309,18 @@ class FSDPParam:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's shard: the leaf, or a view of a slice of it."""
-        part = self.slots.part
+        """This rank's shard: the leaf, or a view of a slice of it.
+
+        Raises:
+            RuntimeError: if a run that failed was to compute it.
+        """
+        leaf, part = self.leaf, self.slots.part
+        if isinstance(leaf, LostTensor):  # callers compute without torch functions of classes
+            raise leaf.error("all_gather")
         if part is None:
-            return self.leaf
-        if isinstance(self.leaf, LostTensor):  # which what follows would not see
-            raise self.leaf.error("select")
+            return leaf
         with torch._C.DisableTorchFunctionSubclass():  # a forward of the user's may run
-            return viewable(self.leaf).select(0, part.number).view(part.shape)
+            return viewable(leaf).select(0, part.number).view(part.shape)
 
     @property
     def shard_shape(self) -> torch.Size:

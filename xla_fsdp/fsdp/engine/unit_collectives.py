@@ -28,7 +28,6 @@ from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
 from xla_fsdp.fsdp.engine.thread import in_phase
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.lost import LostTensor
 
 
 def expect_on_all_ranks(what: str, params: Sequence[FSDPParam]) -> None:
@@ -116,9 +115,6 @@ class AllGather:
     def _packed(self, before: Sequence[Tensor], *, again: bool) -> dict[Bucket, Tensor]:
         """Pack all shards into buckets, in their own dtype: they are cast to the compute dtype only
         when sent, as a cast copy takes memory until then."""
-        for param in self._params:
-            if isinstance(param.leaf, LostTensor):  # which no function below would see
-                raise param.leaf.error("all_gather")
         with torch._C.DisableTorchFunctionSubclass():  # a forward of the user's may run
             shards = [param.shard for param in self._params]
             if again:

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from xla_fsdp.preflight.compile.compile_child import bytes_over_capacity
-from xla_fsdp.preflight.compile.compiler import Buffers, Compiled, assigned_buffers, compile_program
+from xla_fsdp.preflight.compile.compiler import (
+    Buffers,
+    Compiled,
+    CompileError,
+    assigned_buffers,
+    compile_program,
+)
 from xla_fsdp.preflight.topologies import CHIPS, MIB, find_topology
 from xla_fsdp.preflight.trace.program import Program
 
@@ -89,5 +95,5 @@ def test_buffers_of_other_memories_are_not_counted(tmp_path: Path) -> None:
 
 
 def test_a_compiler_that_leaves_no_assignment_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no assignment of buffers"):
+    with pytest.raises(CompileError, match="no assignment of buffers"):
         assigned_buffers(tmp_path)

@@ -31,14 +31,7 @@ from xla_fsdp.preflight.read.liveness import fullest_moment, most_gathered
 from xla_fsdp.preflight.read.report import Memory, StepTime, full_text, table
 from xla_fsdp.preflight.read.traffic import Collective, collectives_of
 from xla_fsdp.preflight.topologies import CHIPS, GIB, example, find_topology
-from xla_fsdp.preflight.trace.program import (
-    PARAMETER,
-    STATE,
-    Input,
-    ParameterTraffic,
-    Program,
-    Traced,
-)
+from xla_fsdp.preflight.trace.program import PARAMETER, STATE, Input, Program, Traced
 
 CONFIG = 'backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
 OPTIMIZED = f"""HloModule step, is_scheduled=true, replica_count=4
@@ -162,13 +155,10 @@ def test_an_all_reduce_that_is_only_sliced_afterwards_is_a_full_one(
     [reduce] = [each for each in found if each.kind == "all-reduce"]
     assert reduce.only_sliced
     assert reduce.wire_bytes == 2 * FULL * 3 // 4
-    params = [
-        ParameterTraffic("wte.weight", 32 * 120, 32 * 128, 0, 0),
-        ParameterTraffic("other", 1, 128, 0, 0),
-    ]
-    large = Collective(**{**vars(reduce), "wire_bytes": 2_000_000})
-    [finding] = about_reductions([large], {"reduce-scatter.7": 32 * 128}, params)
-    assert finding.startswith("the gradient of `wte.weight` is reduced by a full all-reduce")
+    large = Collective(**{**vars(reduce), "wire_bytes": 2_000_000, "unit": "wte: reduce-scatter"})
+    [finding] = about_reductions([large])
+    told = "gradients are reduced by a full all-reduce (`wte: reduce-scatter`), of which each rank"
+    assert finding.startswith(told)
 
 
 def test_traffic_of_which_no_unit_is_known_is_told(found: list[Collective]) -> None:

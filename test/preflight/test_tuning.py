@@ -339,10 +339,10 @@ def test_a_winner_that_cannot_be_compiled_in_full_is_told(search: Search) -> Non
 def test_a_larger_batch_that_fails_is_told(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_report = trials.compiled_report
 
-    def second_killed(traced: Any, topology: Any, options: Any, **how: Any) -> Any:
+    def second_killed(traced: Any, topology: Any, options: Any, told: Any, **how: Any) -> Any:
         if options["batch"] == 2:
             raise CompileError("the TPU compiler was killed")
-        return compiled_report(traced, topology, options, **how)
+        return compiled_report(traced, topology, options, told, **how)
 
     monkeypatch.setattr(trials, "compiled_report", second_killed)
     tuned, _ = search(choices={"recipe": [LEAN], "batch": [1, 2, 4]})

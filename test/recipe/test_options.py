@@ -54,7 +54,7 @@ def test_a_file_holds_what_is_set_and_nothing_else(tmp_path: Path) -> None:
             '{"version": 1, "name": "best"}',
             "recipe.json: Recipe: name is 'best'; give 'lean', 'fast', 'plain'",
         ),
-        ('{"version": 1, "mesh": 8}', "mesh is 8; give sizes by name of the axis"),
+        ('{"version": 1, "mesh": 8}', "mesh is 8; give whole sizes from 1 by name of the axis"),
         (
             '{"version": 1, "mesh": {"tensor": 2}}',
             "mesh has an axis tensor alone; give shard=1 before it",
@@ -65,7 +65,7 @@ def test_a_file_holds_what_is_set_and_nothing_else(tmp_path: Path) -> None:
         ),
         (
             '{"version": 1, "mesh": {"shard": 0}}',
-            "mesh has shard=0; sizes are whole numbers from 1",
+            r"mesh is \(\('shard', 0\),\); give whole sizes from 1",
         ),
     ],
 )
@@ -90,11 +90,11 @@ def test_a_file_that_holds_something_else(text: str, message: str, tmp_path: Pat
         ({"compute_dtype": "int32"}, "compute_dtype is 'int32', which is no floating-point dtype"),
         ({"compute_dtype": "float64"}, "give 'float32', 'bfloat16', 'float16'"),
         ({"compute_dtype": 16}, "compute_dtype is 16, which is no floating-point dtype"),
-        ({"mesh": {}}, r"mesh is \(\); give sizes by name of the axis"),
-        ({"mesh": (2, 4)}, r"mesh is \(2, 4\); give sizes by name of the axis"),
-        ({"mesh": {"shard": True}}, "mesh has shard=True; sizes are whole numbers from 1"),
-        ({"mesh": {1: 2}}, r"mesh has the axes \[1\]; give each a name of its own"),
-        ({"mesh": (("shard", 2),) * 2}, "mesh has the axes .*; give each a name of its own"),
+        ({"mesh": {}}, r"mesh is \(\); give whole sizes from 1 by name of the axis"),
+        ({"mesh": (2, 4)}, r"mesh is \(2, 4\); give whole sizes from 1 by name of the axis"),
+        ({"mesh": {"shard": True}}, r"mesh is \(\('shard', True\),\); give whole sizes from 1"),
+        ({"mesh": {1: 2}}, r"mesh is \(\(1, 2\),\); give whole sizes from 1 by name"),
+        ({"mesh": (("shard", 2),) * 2}, "mesh is .*; give whole sizes from 1 by name of the axis"),
     ],
 )
 def test_values_that_a_field_cannot_have(fields: dict[str, object], message: str) -> None:

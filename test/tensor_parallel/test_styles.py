@@ -864,7 +864,7 @@ REFUSED = {
         "which ranks [0, 1] hold others; give groups along another axis"
     ],
     "apart": ["nothing was raised"],
-    "pairs": ["input_layouts has 2 entries and desired_input_layouts none"],
+    "pairs": ["input_layouts are given for [0, 1], and desired_input_layouts for []; give 0, 1"],
 }
 
 

@@ -60,24 +60,21 @@ def _main(argv: Sequence[str] | None) -> int:
     options = parser.parse_args(argv)
     os.environ.setdefault("PJRT_DEVICE", "CPU")  # else torch_xla warns when it is imported
     try:
-        if options.run:
-            _check_compiles_nothing(parser, options)
-        _check_tuning(parser, options)
+        _check_modes(parser, options)
         _check_writable(options.json, options.html, options.recipe_file)
         if options.tune:
             return _tune(_load(options.target), options)
         build_step, runs = _load(options.target), list(_runs(options))
         for _, keywords in runs:
             check_options(build_step, keywords)
-        if options.run:
-            _check_devices_are_to_come(options.target)
     except ValueError as error:
         print(f"xla_fsdp.preflight: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
     if options.run:
         return _rehearse_all(build_step, runs, options)
     warnings.simplefilter("ignore", PreflightWarning)  # reports show them
-    found = [_examine(build_step, *run, options) for run in runs]
+    examine = functools.partial(preflight, build_step, progress=_progress, **_limits(options))
+    found = [_attempt(examine, *run, options) for run in runs]
     reports = [each for each in found if isinstance(each, Report)]
     if len(reports) == 1:
         print(full_text(reports[0]))
@@ -113,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         help="examine the function with each value of an option",
     )
     parser.add_argument(
-        "--run", type=_steps, metavar="STEPS", help="make so many steps on virtual chips"
+        "--run", type=_whole, metavar="STEPS", help="make so many steps on virtual chips"
     )
     parser.add_argument(
         "--tune", action="store_true", help="search for the fastest recipe, mesh and batch that fit"
@@ -129,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"the function's option for its number of layers (default: {DEPTH})",
     )
     parser.add_argument(
-        "--jobs", type=_steps, help="compilations at once in a search (default: as many as fit)"
+        "--jobs", type=_whole, help="compilations at once in a search (default: as many as fit)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with them")
@@ -146,52 +143,50 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _steps(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is no whole number, 1 or more")
-    return int(word)
+def _number(convert: Callable[[str], float], what: str) -> Callable[[str], Any]:
+    """Return a type of argparse for numbers above 0."""
+
+    def converted(word: str) -> float:
+        with contextlib.suppress(ValueError, KeyError):
+            if 0 < (number := convert(word)) < float("inf"):
+                return number
+        raise argparse.ArgumentTypeError(f"{word!r} is no {what}")
+
+    return converted
 
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_whole = _number(int, "whole number, 1 or more")
+_gib = _number(float, "size in GiB, more than 0")
+_seconds = _number(
+    lambda word: float(word[:-1]) * {"s": 1, "m": 60, "h": 3600}[word[-1]],
+    "time such as 90s, 30m or 2h",
+)
 
 
-def _seconds(word: str) -> float:
-    with contextlib.suppress(ValueError, KeyError):
-        seconds = float(word[:-1]) * _SECONDS[word[-1]]
-        if 0 < seconds < float("inf"):
-            return seconds
-    raise argparse.ArgumentTypeError(f"{word!r} is no time such as 90s, 30m or 2h")
+def _check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Raise ValueError for options of another mode than that which was chosen."""
 
+    def given(*names: str) -> str:
+        changed = (each for each in names if getattr(options, each) != parser.get_default(each))
+        return ", ".join(f"--{each}" for each in changed)
 
-def _gib(word: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(word) < float("inf"):
-            return float(word)
-    raise argparse.ArgumentTypeError(f"{word!r} is no size in GiB, more than 0")
-
-
-def _given(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> list[str]:
-    return [f"--{each}" for each in names if getattr(options, each) != parser.get_default(each)]
-
-
-def _check_compiles_nothing(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Raise ValueError for options of reports and of the TPU compiler."""
-    if given := _given(parser, options, "json", "html", "max_host_mem", "cache_dir", "flags"):
-        raise ValueError(
-            f"--run makes steps, and neither compiles for a TPU nor writes a report; leave out "
-            f"{', '.join(given)}"
-        )
-
-
-def _check_tuning(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Raise ValueError for options of a search without one, and the other way around."""
-    given = _given(parser, options, "budget", "recipe_file", "depth", "jobs")
-    if given and not options.tune:
-        raise ValueError(f"{', '.join(given)}: these are of a search; add --tune")
     if options.tune and options.run:
         raise ValueError("--tune compiles and --run makes steps: give one of them")
     if options.tune and len(options.topology or []) > 1:
         raise ValueError("--tune searches on one topology: give one")
+    if options.run and (wrong := given("json", "html", "max_host_mem", "cache_dir", "flags")):
+        raise ValueError(
+            f"--run makes steps, and neither compiles for a TPU nor writes a report; leave out "
+            f"{wrong}"
+        )
+    if not options.tune and (wrong := given("budget", "recipe_file", "depth", "jobs")):
+        raise ValueError(f"{wrong}: these are of a search; add --tune")
+
+
+def _limits(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what compilations may use, as ``preflight`` and ``tune`` take it."""
+    most = round(options.max_host_mem * GIB)
+    return {"max_host_mem": most, "cache_dir": options.cache_dir, "flags": options.flags}
 
 
 def _tune(build_step: Callable[..., Any], options: argparse.Namespace) -> int:
@@ -207,10 +202,8 @@ def _tune(build_step: Callable[..., Any], options: argparse.Namespace) -> int:
             depth_option=options.depth,
             budget=options.budget,
             jobs=options.jobs,
-            max_host_mem=round(options.max_host_mem * GIB),
-            cache_dir=options.cache_dir,
-            flags=options.flags,
             progress=_progress,
+            **_limits(options),
         )
     except CompileError as error:  # the compiler is not installed
         print(f"xla_fsdp.preflight: {error}", file=sys.stderr)
@@ -257,17 +250,6 @@ def _load(target: str) -> Callable[..., Any]:
     return found
 
 
-def _check_devices_are_to_come(target: str) -> None:
-    """Raise ValueError if the user's module has made torch_xla's devices, which are each rank's."""
-    from xla_fsdp.xla import ops
-
-    if ops.runtime_started():
-        raise ValueError(
-            f"importing {target.partition(':')[0]!r} makes torch_xla's devices, of which each rank "
-            f"has its own: call torch_xla.device() in the function"
-        )
-
-
 def _runs(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     choices = _choices(options)
     for name in options.topology or ["v5e:4x4"]:
@@ -281,7 +263,10 @@ def _choices(options: argparse.Namespace) -> dict[str, list[Any]]:
     """Return the values of each option that --set and --sweep name."""
     fixed = [(name, [value]) for name, value in map(_pair, options.set)]
     swept = [(name, values.split(",")) for name, values in map(_pair, options.sweep)]
-    own_names = _own_names(_examiner(options))
+    examine: Callable[..., Any] = rehearse if options.run else tune if options.tune else preflight
+    own_names = {*inspect.signature(examine).parameters} - {"options"}
+    if options.run:
+        own_names.add(PLAIN)
     choices: dict[str, list[Any]] = {}
     for name, words in fixed + swept:
         if name in own_names:
@@ -294,18 +279,6 @@ def _choices(options: argparse.Namespace) -> dict[str, list[Any]]:
         is_recipe = options.tune and name == RECIPE  # which has a name, also if that is a number
         choices[name] = [*words] if is_recipe else [_value(word) for word in words]
     return choices
-
-
-def _examiner(options: argparse.Namespace) -> Callable[..., Any]:
-    if options.run:
-        return rehearse
-    return tune if options.tune else preflight
-
-
-def _own_names(examine: Callable[..., Any]) -> set[str]:
-    """Return what cannot be an option of the user's function, as ``examine`` has it itself."""
-    own = {*inspect.signature(examine).parameters} - {"options"}
-    return own | {PLAIN} if examine is rehearse else own
 
 
 def _axes(words: str) -> dict[str, int]:
@@ -334,24 +307,6 @@ def _value(word: str) -> Any:
     return word
 
 
-def _examine(
-    build_step: Callable[..., Any],
-    topology: str,
-    keywords: dict[str, Any],
-    options: argparse.Namespace,
-) -> Report | Failed:
-    examine = functools.partial(
-        preflight,
-        build_step,
-        topology=topology,
-        max_host_mem=round(options.max_host_mem * GIB),
-        cache_dir=options.cache_dir,
-        flags=options.flags,
-        progress=_progress,
-    )
-    return _attempt(examine, topology, keywords, options)
-
-
 def _rehearse_all(
     build_step: Callable[..., Any],
     runs: Sequence[tuple[str, dict[str, Any]]],
@@ -362,10 +317,7 @@ def _rehearse_all(
     os.environ["CPU_NUM_DEVICES"] = str(most)  # read where torch_xla creates its devices
     tell = functools.partial(print, flush=True)
     run = functools.partial(rehearse, build_step, steps=options.run, tell=tell, progress=_progress)
-    found = [
-        _attempt(functools.partial(run, topology=topology), topology, keywords, options)
-        for topology, keywords in runs
-    ]
+    found = [_attempt(run, *each, options) for each in runs]
     return 0 if all(isinstance(each, Rehearsal) and each.is_sound for each in found) else 1
 
 
@@ -375,22 +327,18 @@ def _attempt(
     """Run with options of the user's function; print what went wrong, and return it for the
     files."""
     try:
-        return run(**keywords)
+        return run(topology=topology, **keywords)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         _progress("")
         if options.traceback:
             traceback.print_exc()
-        failed = Failed(topology, describe_options(keywords), _reason(error, with_hint=False))
-        reason = _reason(error, with_hint=not options.traceback)
-        print(f"xla_fsdp.preflight: {failed.run}: {reason}", file=sys.stderr)
+        reason, hint = str(error), ""
+        if not isinstance(error, CompileError | RehearsalError):
+            reason = f"{type(error).__name__}: {' '.join(reason.split())}"
+            hint = "" if options.traceback else " (--traceback shows where)"
+        failed = Failed(topology, describe_options(keywords), reason)
+        print(f"xla_fsdp.preflight: {failed.run}: {reason}{hint}", file=sys.stderr)
         return failed
-
-
-def _reason(error: BaseException, *, with_hint: bool) -> str:
-    if isinstance(error, CompileError | RehearsalError):
-        return str(error)
-    hint = " (--traceback shows where)" if with_hint else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{hint}"
 
 
 def _progress(line: str) -> None:

@@ -84,10 +84,10 @@ def preflight(
         traced_on(slice_, build_step, options),
         slice_,
         describe_options(options),
+        lambda seconds: tell(f"{topology}: compiling, {seconds:.0f} s"),
+        flags,
         max_host_mem=max_host_mem,
         cache_dir=cache_dir,
-        flags=flags,
-        progress=lambda seconds: tell(f"{topology}: compiling, {seconds:.0f} s"),
     )
     for warning in report.warnings:
         warnings.warn(f"{topology}: {warning}", PreflightWarning, stacklevel=2)
@@ -111,25 +111,14 @@ def compiled_report(
     traced: Traced,
     topology: Topology,
     options: dict[str, Any],
-    *,
-    max_host_mem: int,
-    cache_dir: str | Path | None,
-    flags: str,
     progress: Callable[[float], None],
+    flags: str,
+    **limits: Any,
 ) -> Report:
-    """Compile a step's programs, or read them from the cache, and report on them; arguments are
-    those of ``preflight``, but for ``progress``, which is that of ``compile_program``."""
-    compiled = [
-        compile_program(
-            program,
-            topology,
-            max_host_mem=max_host_mem,
-            cache_dir=None if cache_dir is None else Path(cache_dir),
-            flags=compiler_flags(flags),
-            progress=progress,
-        )
-        for program in traced.programs
-    ]
+    """Compile a step's programs, or read them from the cache, and report on them; ``limits`` are
+    ``max_host_mem`` and ``cache_dir`` of ``compile_program``."""
+    limits.update(flags=compiler_flags(flags), progress=progress)
+    compiled = [compile_program(program, topology, **limits) for program in traced.programs]
     return report_on(traced, compiled, topology, options)
 
 
@@ -199,10 +188,7 @@ def mesh_on(topology: Topology, mesh: Mesh | Mapping[str, int]) -> Mesh:
 
 def check_options(build_step: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Raise ValueError if ``build_step`` cannot be called with these keywords."""
-    try:
-        signature = inspect.signature(build_step)
-    except ValueError:  # some builtins have no signature
-        return
+    signature = inspect.signature(build_step)
     try:
         signature.bind(**options)
     except TypeError as error:

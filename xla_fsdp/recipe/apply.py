@@ -6,17 +6,15 @@ The features themselves are those of the wrapper, ``scan_blocks``, ``LinearCross
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
-from types import MethodType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import NamedTuple  # Python's own is generic from 3.11 on
 
 from xla_fsdp.distributed.mesh import EXPERT, TENSOR, Mesh, as_mesh
 from xla_fsdp.distributed.placement import placement_in
@@ -24,9 +22,7 @@ from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.init.build import subclass_problems
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel, models_of_transformers
-from xla_fsdp.nn.activation_checkpoint import checkpoint_module, unbound_forward
-from xla_fsdp.nn.chunked import LinearCrossEntropy, StreamedEmbedding
-from xla_fsdp.nn.chunked.chunks import CHUNK_BYTES
+from xla_fsdp.nn.activation_checkpoint import checkpoint_module
 from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.in_backward import step_in_backward
 from xla_fsdp.optim.optimizers import StepWatch, acts_elementwise, needs_closure, steps_elementwise
@@ -36,17 +32,23 @@ from xla_fsdp.recipe.attention import LONG, NAME, WHERE_LONG
 from xla_fsdp.recipe.causal_lm import (
     StreamedLoss,
     causal_lm_in,
-    trace_masks,
     why_all_scores,
-    why_not_streamed,
 )
-from xla_fsdp.recipe.options import SWITCHES, Name, Recipe
-from xla_fsdp.recipe.read_units import gather_what_is_read
-from xla_fsdp.scan import BlockScan, blocks_one_by_one, scan_blocks
+from xla_fsdp.recipe.ends import stream_ends
+from xla_fsdp.recipe.forwards import watch_forwards
+from xla_fsdp.recipe.options import Name, Recipe
+from xla_fsdp.recipe.plan import Plan
+from xla_fsdp.scan import scan_blocks
 from xla_fsdp.scan.api import holds_blocks
-from xla_fsdp.scan.block_scan import module_of, scans_in
-from xla_fsdp.scan.errors import REFUSALS, NoLoopError
-from xla_fsdp.wrap import Ignored, Policy, has_forward, wrap_children
+from xla_fsdp.scan.block_scan import module_of
+from xla_fsdp.scan.errors import NoLoopError
+from xla_fsdp.wrap import (
+    Ignored,
+    Policy,
+    has_forward,
+    lambda_auto_wrap_policy,
+    wrap_children,
+)
 from xla_fsdp.xla import ops
 
 if TYPE_CHECKING:
@@ -57,29 +59,17 @@ if TYPE_CHECKING:
 O = TypeVar("O")  # noqa: E741
 OPT = TypeVar("OPT", bound=Optimizer)
 
-ENDS = (LinearCrossEntropy, StreamedEmbedding)
-OWN_CHECKPOINTING = "gradient_checkpointing"  # attribute of models and layers of transformers
 OWNED = ("auto_wrapper_callable", "scan_layers", "scan_stacked")
 """Options of the wrapper that a recipe decides."""
 
-_logger = logging.getLogger("xla_fsdp")
 
+class Parallelized(NamedTuple, Generic[O]):
+    """What ``parallelize`` returns: the sharded model, its optimizer, and the recipe with what was
+    chosen, whose ``explain()`` prints it."""
 
-if TYPE_CHECKING:
-
-    class Parallelized(NamedTuple, Generic[O]):  # from Python 3.11 on it could run like this
-        model: XlaFullyShardedDataParallel
-        optimizer: O
-        recipe: Recipe
-else:
-
-    class Parallelized(NamedTuple):
-        """What ``parallelize`` returns: the sharded model, its optimizer, and the recipe with what
-        was chosen, whose ``explain()`` prints it."""
-
-        model: XlaFullyShardedDataParallel
-        optimizer: Any
-        recipe: Recipe
+    model: XlaFullyShardedDataParallel
+    optimizer: O
+    recipe: Recipe
 
 
 @overload
@@ -151,125 +141,27 @@ def parallelize(
     """
     chosen = Recipe.of(recipe)
     _check(model, optimizer, chosen, auto_wrap_policy, options)
-    plan = _Plan(chosen, type(model).__name__)
+    plan = Plan(chosen, type(model).__name__)
     options |= _options_of(chosen)
     ignored = _ignored(options)
     lists = dict(_lists_in(model, chosen, auto_wrap_policy, ignored, plan))
-    _find_unstackable(model, lists, optimizer, plan)
+    apart = {name: _why_not_stacked(model, blocks, optimizer) for name, blocks in lists.items()}
     if mesh := _mesh_of_experts(options):
         experts.refuse_unfit(model, mesh)
     _choose_experts(model, plan)
     if plan.wants("attention"):
         _choose_attention(causal_lm_in(model), plan)
-    ends = _stream_ends(model, [each for found in lists.values() for each in found], plan, ignored)
+    ends = stream_ends(model, [each for found in lists.values() for each in found], plan, ignored)
     _cut_experts(model, plan, options)  # after the head's trial, which runs without ranks
     units = [ends.replaced.get(each, each) for found in lists.values() for each in found]
     options.setdefault("shard_param_on_dim_0", _wants_rows(plan, options))
-    sharded, scans = _shard(model, units, ends.units(), plan, options, ignored)
+    sharded = _shard(model, units, ends.units(), apart, plan, options, ignored)
     if ends.streams_loss:
         StreamedLoss(ends.causal_lm, ends.causal_lm.get_output_embeddings())
-    gather_what_is_read(sharded, plan.leave_out_unit)
-    _watch_forwards(sharded, scans, plan)
+    watch_forwards(sharded, plan)
     made = _bind(optimizer, sharded, plan)
     plan.refuse_impossible()
-    done = plan.finished(len(sharded._fsdp_units()), sharded).applied(sharded, made)
-    return Parallelized(sharded, made, done)
-
-
-# ---------------------------------------------------------------- what is done, and what is not
-
-
-@dataclass
-class _Plan:
-    """What has been done of a recipe."""
-
-    recipe: Recipe
-    kind: str
-    done: dict[str, list[str]] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    title: str = ""
-    report: list[str] = field(default_factory=list)
-    never_stacked: dict[str, str] = field(default_factory=dict)
-    """Why the blocks of a list cannot be stacked, by its name."""
-
-    def wants(self, feature: str) -> bool:
-        return self.recipe.wants(feature)
-
-    def has(self, feature: str) -> bool:
-        return feature in self.done
-
-    def do(self, feature: str, where: str) -> None:
-        self.done.setdefault(feature, []).append(where)
-
-    def leave_out(self, feature: str, where: str, why: str) -> None:
-        line = f"{feature}: left out for {where or self.kind}: {why}"
-        if line not in self.left_out:
-            self.left_out.append(line)
-
-    def give_up_loops(self, why: str) -> None:
-        """Tell that a forward showed why blocks run one by one."""
-        where = ", ".join(self.done["scan"])
-        self.done = {name: each for name, each in self.done.items() if name not in LOOPS}
-        self.leave_out("scan", where, why)
-        _say(self.left_out[-1])
-        self.write_report()
-
-    def leave_out_unit(self, why: str) -> None:
-        """Tell that a forward showed why a unit is gathered for all of it."""
-        self.leave_out("units", "", why)
-        _say(self.left_out[-1])
-        self.write_report()
-
-    def write_report(self) -> None:
-        """Write what ``explain`` prints."""
-        done = {name: ", ".join(each) for name, each in self.done.items()}
-        if self.wants("compile_step"):
-            done["compile_step"] = "by compile(step)"
-        self.report[:] = [self.title, *(f"  {name}: {each}" for name, each in done.items())]
-        self.report += self.left_out
-
-    def refuse_impossible(self) -> None:
-        """Raise ValueError for what the recipe sets and nothing could be done of."""
-        features = [name for name in FEATURES if getattr(self.recipe, name) is True]
-        missing = [name for name in features if not self.has(name)]
-        for name in missing:
-            if name in ("stacked", "offload_activations") and not self.has("scan"):
-                self.leave_out(name, "", "nothing runs as a loop")
-        if missing:
-            why = [each for each in self.left_out if each.split(":")[0] in missing]
-            raise ValueError(
-                f"the recipe sets {', '.join(missing)}, which {self.kind} does not allow. "
-                + "; ".join(why)
-            )
-
-    def finished(self, num_units: int, model: Any) -> Recipe:
-        """Return the recipe with what was chosen; say what was left out."""
-        self.title = (
-            f"recipe {self.recipe.name!r} for {self.kind}: {num_units} units on "
-            f"{model.world_size} shards"
-        )
-        self.write_report()
-        for line in self.left_out:
-            _say(line)
-        values: dict[str, Any] = {name: self.has(name) for name in FEATURES}
-        values["compile_step"] = self.wants("compile_step") and self.recipe.compile_step
-        values["remat"] = _remat(self.recipe)
-        return self.recipe.resolved(self.report, **values)
-
-
-FEATURES = tuple(each for each in SWITCHES if each != "compile_step")
-"""What is done to the model here; steps are compiled by ``Recipe.compile``."""
-LOOPS = ("scan", "offload_activations")
-"""What ends if blocks cannot run as a loop; stacks are then used slice by slice."""
-
-
-def _say(line: str) -> None:
-    if ops.rank() == 0:
-        _logger.info("parallelize: %s", line)
-
-
-def _remat(recipe: Recipe) -> str | tuple[str, ...]:
-    return "full" if recipe.remat is None else recipe.remat
+    return Parallelized(sharded, made, plan.finished(len(sharded._fsdp_units()), sharded, made))
 
 
 # ---------------------------------------------------------------- checks
@@ -399,7 +291,7 @@ def _ignored(options: dict[str, Any]) -> Ignored:
 
 
 def _lists_in(
-    model: nn.Module, recipe: Recipe, policy: Policy | None, ignored: Ignored, plan: _Plan
+    model: nn.Module, recipe: Recipe, policy: Policy | None, ignored: Ignored, plan: Plan
 ) -> Iterator[tuple[str, list[nn.Module]]]:
     """Yield the modules that become units, by the name of the container that they are in."""
     if policy is None and recipe.units is None:
@@ -438,11 +330,7 @@ def _policy_of_names(model: nn.Module, recipe: Recipe) -> Policy:
             f"the recipe's units names {', '.join(missing)}, which {type(model).__name__} does not "
             f"have"
         )
-
-    def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
-        return recurse or type(module).__name__ in names
-
-    return policy
+    return partial(lambda_auto_wrap_policy, lambda_fn=lambda each: type(each).__name__ in names)
 
 
 def _equal_lists(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Module]]]:
@@ -458,125 +346,10 @@ def _equal_lists(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Mo
         yield from _equal_lists(child, f"{name}.{inner}".lstrip("."))
 
 
-# ---------------------------------------------------------------- both ends
-
-
-@dataclass
-class _Ends:
-    """Heads and embeddings outside of blocks.
-
-    Attributes:
-        named: the modules of ``model`` outside of blocks, by name.
-        causal_lm: the model of transformers that ``model`` is or holds, or None.
-        replaced: streamed ones by the modules whose places they took.
-        streams_loss: whether the loss of ``causal_lm`` is to come from its head.
-    """
-
-    model: nn.Module
-    named: Sequence[tuple[str, nn.Module]]
-    causal_lm: Any
-    plan: _Plan
-    ignored: Ignored
-    replaced: dict[nn.Module, nn.Module] = field(default_factory=dict)
-    streams_loss: bool = False
-
-    def units(self) -> list[nn.Module]:
-        """Return those that are units of their own: in any recipe those that are streamed, and both
-        ends of a causal language model."""
-        found: list[Any] = [each for _, each in self.named if isinstance(each, ENDS)]
-        if self.causal_lm is not None:
-            both = (self.causal_lm.get_input_embeddings(), self.causal_lm.get_output_embeddings())
-            found = [each for each in both if isinstance(each, nn.Module)] + found
-        return list(dict.fromkeys([*found, *self.replaced.values()]))
-
-    def stream_head(self) -> None:
-        plan = self.plan
-        for name in (name for name, each in self.named if isinstance(each, LinearCrossEntropy)):
-            plan.do("streamed_head", name)
-        if plan.has("streamed_head"):
-            return
-        if self.causal_lm is None:
-            plan.leave_out(
-                "streamed_head",
-                "",
-                "only causal language models of transformers have a loss that is known; let the "
-                "forward compute it by a LinearCrossEntropy",
-            )
-            return
-        head = self.causal_lm.get_output_embeddings()
-        name = next(name for name, each in self.named if each is head)
-        if why := why_not_streamed(self.causal_lm) or _why_left(head, self.ignored):
-            plan.leave_out("streamed_head", name, why)
-            return
-        self._replace(name, LinearCrossEntropy.from_linear(head, reduction="none"))
-        self.streams_loss = True
-        plan.do("streamed_head", name)
-
-    def stream_embeddings(self) -> None:
-        tokens = None if self.causal_lm is None else self.causal_lm.get_input_embeddings()
-        found = [(name, each) for name, each in self.named if isinstance(each, nn.Embedding)]
-        for name, each in found:
-            if isinstance(each, StreamedEmbedding):
-                self.plan.do("streamed_embedding", name)
-            elif tokens is None or each is tokens:
-                if why := _why_whole(each, self.plan, self.ignored, is_large=each is tokens):
-                    self.plan.leave_out("streamed_embedding", name, why)
-                    continue
-                self._replace(name, StreamedEmbedding.from_embedding(each))
-                self.plan.do("streamed_embedding", name)
-        if not found:
-            self.plan.leave_out("streamed_embedding", "", "it has no nn.Embedding")
-
-    def _replace(self, name: str, new: nn.Module) -> None:
-        parent, _, own = name.rpartition(".")
-        self.replaced[self.model.get_submodule(name)] = new
-        setattr(self.model.get_submodule(parent), own, new)
-
-
-def _stream_ends(
-    model: nn.Module, units: Sequence[nn.Module], plan: _Plan, ignored: Ignored
-) -> _Ends:
-    """Replace heads and embeddings outside of ``units`` by those that are never whole."""
-    inside = {each for unit in units for each in unit.modules() if each is not unit}
-    named = [(name, each) for name, each in model.named_modules() if each not in inside]
-    ends = _Ends(model, named, causal_lm_in(model), plan, ignored)
-    if plan.wants("compile_step") and models_of_transformers(model):
-        trace_masks()
-    if plan.wants("streamed_head"):
-        ends.stream_head()
-    if plan.wants("streamed_embedding"):
-        ends.stream_embeddings()
-    return ends
-
-
-def _why_whole(each: nn.Embedding, plan: _Plan, ignored: Ignored, *, is_large: bool) -> str:
-    if type(each) is not nn.Embedding:
-        return f"{type(each).__name__} is not an nn.Embedding itself, but may compute more"
-    if each.max_norm is not None or each.scale_grad_by_freq or each.sparse:
-        return "it has max_norm, scale_grad_by_freq or sparse"
-    small = each.weight.nbytes <= CHUNK_BYTES and plan.recipe.streamed_embedding is None
-    if small and not is_large:
-        return (
-            f"its table takes {each.weight.nbytes:,} bytes, and up to {CHUNK_BYTES:,} are one piece"
-        )
-    return _why_left(each, ignored)
-
-
-def _why_left(module: nn.Module, ignored: Ignored) -> str:
-    if module in ignored.modules or any(each in ignored.params for each in module.parameters()):
-        return "it is ignored"
-    if placement_in(module, "weight") is not None:
-        return "tensor parallelism has cut its weight"
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    if any(hooks) or "forward" in vars(module):
-        return "it has hooks, or a forward of its own"
-    return ""
-
-
 # ---------------------------------------------------------------- wrapping and loops
 
 
-def _wants_rows(plan: _Plan, options: dict[str, Any]) -> bool:
+def _wants_rows(plan: Plan, options: dict[str, Any]) -> bool:
     """Return whether shards should be rows: stacks and streamed ends need no other layout then."""
     if options.get("flatten_parameters"):
         return False
@@ -587,11 +360,12 @@ def _shard(
     model: nn.Module,
     units: Sequence[nn.Module],
     ends: Sequence[nn.Module],
-    plan: _Plan,
+    apart: Mapping[str, str],
+    plan: Plan,
     options: dict[str, Any],
     ignored: Ignored,
-) -> tuple[XlaFullyShardedDataParallel, list[BlockScan]]:
-    remat = _remat(plan.recipe)
+) -> XlaFullyShardedDataParallel:
+    remat = plan.remat
     options = {**options, "scan_layers": False}  # the recipe says which loops there are
     recomputed = set(units) - set(ends) if remat == "full" else set()
     wrapped = {*units, *ends} - {model}
@@ -600,53 +374,44 @@ def _shard(
         module = checkpoint_module(module) if module in recomputed else module
         return XlaFullyShardedDataParallel(module, **options)
 
-    def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
-        return recurse or module in wrapped
-
-    _turn_caches_off(model, plan)
-    _turn_own_checkpointing_off(model, plan)
+    policy = partial(lambda_auto_wrap_policy, lambda_fn=wrapped.__contains__)
+    # Loops cannot take a cache, and recomputing would append to it again. With one, transformers
+    # does not look at how ``position_ids`` pack texts, so it is off in recipes that could have it.
+    configs = [getattr(each, "config", None) for each in model.modules()]  # of T5's decoder, too
+    note = "config; texts packed by position_ids are kept apart"
+    _turn_off(configs, "use_cache", plan, note)
+    # Models of transformers recompute by ``torch.utils.checkpoint``, which knows no XLA device.
+    parts = [part for each in models_of_transformers(model) for part in each.modules()]
+    note = "model; remat says what is recomputed"
+    _turn_off(parts, "gradient_checkpointing", plan, note)
     wrap_children(model, policy, wrap, ignored)
     if recomputed or remat != "full":
         plan.do("remat", remat if isinstance(remat, str) else f"all but {', '.join(remat)}")
-    scans = _scan(model, plan, remat) if plan.wants("scan") else []
-    if isinstance(remat, tuple) and not scans:
+    if plan.wants("scan"):
+        _scan(model, apart, plan)
+    if isinstance(remat, tuple) and not plan.has("scan"):
         raise ValueError(
             "the recipe's remat names activations to keep, which only loops do; nothing of "
             f"{plan.kind} runs as one"
         )
-    return XlaFullyShardedDataParallel(model, **options), scans
+    return XlaFullyShardedDataParallel(model, **options)
 
 
-def _turn_caches_off(model: nn.Module, plan: _Plan) -> None:
-    """Let models of transformers make no cache in training: loops cannot take it, and recomputing
-    would append to it again. With one, transformers does not look at how ``position_ids`` pack
-    texts, so it is off in recipes that could have it, too."""
-    configs = [getattr(each, "config", None) for each in model.modules()]  # of T5's decoder, too
-    caching: list[Any] = [each for each in configs if getattr(each, "use_cache", False)]
-    for config in caching:
-        config.use_cache = False
-    if caching:
-        plan.do("use_cache", "False in the config; texts packed by position_ids are kept apart")
+def _turn_off(modules: Iterable[Any], name: str, plan: Plan, note: str) -> None:
+    """Set an attribute of transformers' modules, or of their configs, to False where it is on."""
+    if on := [each for each in modules if getattr(each, name, False)]:
+        for each in on:
+            setattr(each, name, False)
+        plan.do(name, f"False in the {note}")
 
 
-def _turn_own_checkpointing_off(model: nn.Module, plan: _Plan) -> None:
-    """Leave recomputing to the units: models of transformers do it by ``torch.utils.checkpoint``,
-    which knows no XLA device."""
-    parts = [part for each in models_of_transformers(model) for part in each.modules()]
-    recomputing: list[Any] = [each for each in parts if getattr(each, OWN_CHECKPOINTING, False)]
-    for each in recomputing:
-        setattr(each, OWN_CHECKPOINTING, False)
-    if recomputing:
-        plan.do(OWN_CHECKPOINTING, "False in the model; remat says what is recomputed")
-
-
-def _choose_experts(model: nn.Module, plan: _Plan) -> None:
+def _choose_experts(model: nn.Module, plan: Plan) -> None:
     for each in models_of_transformers(model):
         if before := experts.choose(each):
             plan.do("experts", f"grouped products, as {before} reads the device")
 
 
-def _choose_attention(causal_lm: Any, plan: _Plan) -> None:
+def _choose_attention(causal_lm: Any, plan: Plan) -> None:
     if causal_lm is None:
         if plan.recipe.attention:
             why = "only causal language models of transformers are known; call xla_fsdp.attention"
@@ -660,7 +425,7 @@ def _choose_attention(causal_lm: Any, plan: _Plan) -> None:
         plan.do("attention", f"without all scores from {LONG} tokens on")
 
 
-def _cut_experts(model: nn.Module, plan: _Plan, options: dict[str, Any]) -> None:
+def _cut_experts(model: nn.Module, plan: Plan, options: dict[str, Any]) -> None:
     mesh = _mesh_of_experts(options)
     if mesh is None:
         return
@@ -670,36 +435,36 @@ def _cut_experts(model: nn.Module, plan: _Plan, options: dict[str, Any]) -> None
         plan.do("experts", f"a part of them on each of {mesh.size(EXPERT)} ranks")
 
 
-def _scan(model: nn.Module, plan: _Plan, remat: str | tuple[str, ...]) -> list[BlockScan]:
-    """Run lists of units as loops, stacked where that is possible."""
-    scans = []
+def _scan(model: nn.Module, apart: Mapping[str, str], plan: Plan) -> None:
+    """Run lists of units as loops, stacked where that is possible.
+
+    Args:
+        apart: why the blocks of a list cannot be stacked, by its name.
+    """
     found = [(name, each) for name, each in model.named_modules() if holds_blocks(each)]
     offload = plan.wants("offload_activations")
     for name, container in found:
-        how: dict[str, Any] = {"remat": remat, "offload_activations": offload}
         if why := _why_no_loop(container):
             plan.leave_out("scan", name, why)
             continue
-        stacked = plan.wants("stacked") and _may_stack(name, plan)
-        try:
+        why_apart = apart.get(name, "")
+        for stacked in [True, False] if plan.wants("stacked") and not why_apart else [False]:
+            how = {"stacked": stacked, "offload_activations": offload}
             try:
-                scan = scan_blocks(list(container.children()), stacked=stacked, **how)
+                scan_blocks(list(container.children()), remat=plan.remat, **how)
             except NoLoopError as error:
-                if not stacked:
-                    raise
-                stacked = False
-                scan = scan_blocks(list(container.children()), **how)
-                plan.leave_out("stacked", name, str(error))
-        except NoLoopError as error:
-            plan.leave_out("scan", name, str(error))
-            continue
-        scans.append(scan)
-        features = {"scan": True, "stacked": stacked, "offload_activations": offload}
-        for feature in (each for each, is_done in features.items() if is_done):
-            plan.do(feature, name or plan.kind)
+                why = str(error)
+                why_apart = why_apart or why
+                continue
+            for feature in ("scan", *(each for each, is_done in how.items() if is_done)):
+                plan.do(feature, name or plan.kind)
+            if plan.wants("stacked") and not stacked:
+                plan.leave_out("stacked", name, why_apart)
+            break
+        else:
+            plan.leave_out("scan", name, why)
     if not found:
         plan.leave_out("scan", "", "no list holds units and nothing else")
-    return scans
 
 
 def _why_no_loop(container: nn.Module) -> str:
@@ -720,20 +485,9 @@ def _is_layer(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
 
 
-def _may_stack(name: str, plan: _Plan) -> bool:
-    if why := plan.never_stacked.get(name):
-        plan.leave_out("stacked", name, why)
-    return not why
-
-
-def _find_unstackable(
-    model: nn.Module, lists: dict[str, list[nn.Module]], optimizer: Any, plan: _Plan
-) -> None:
-    """Find lists whose blocks have parameters that cannot become a stack, one parameter of the
-    optimizer for all blocks."""
-    for name, blocks in lists.items():
-        if why := _why_tied(model, blocks) or _why_not_one_parameter(blocks, optimizer):
-            plan.never_stacked[name] = why
+def _why_not_stacked(model: nn.Module, blocks: Sequence[nn.Module], optimizer: Any) -> str:
+    """Return why parameters of blocks cannot become a stack, one parameter of the optimizer."""
+    return _why_tied(model, blocks) or _why_not_one_parameter(blocks, optimizer)
 
 
 def _why_tied(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
@@ -770,49 +524,10 @@ def _why_not_one_parameter(blocks: Sequence[nn.Module], optimizer: Any) -> str:
     return ""
 
 
-# ---------------------------------------------------------------- forwards that are no loop
-
-
-def _watch_forwards(
-    model: XlaFullyShardedDataParallel, scans: Sequence[BlockScan], plan: _Plan
-) -> None:
-    """Run blocks one by one from the first forward on that shows that they cannot be a loop, unless
-    the recipe says that they have to be. Forwards without gradients, as those of an evaluation that
-    leaves blocks out, do so for themselves."""
-    if not scans or plan.recipe.scan or isinstance(plan.recipe.remat, tuple):
-        return
-
-    inner = unbound_forward(model)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = partial(inner, self, *args, **kwargs)
-        if not plan.has("scan"):
-            return run()
-        before = [buffer.detach().clone() for buffer in self.buffers()]
-        try:
-            return run()
-        except REFUSALS as error:
-            why = str(error).splitlines()[0]
-        # Not in the handler: the error's traceback would keep tensors of the loop, which have no
-        # values, where an operator that falls back to the host computes all that are alive.
-        with torch.no_grad():
-            for buffer, value in zip(self.buffers(), before, strict=True):
-                buffer.copy_(value)
-        with blocks_one_by_one():
-            result = run()
-        if torch.is_grad_enabled():
-            for scan in scans_in(self):
-                scan.remove()
-            plan.give_up_loops(why)
-        return result
-
-    model.forward = MethodType(forward, model)
-
-
 # ---------------------------------------------------------------- the optimizer
 
 
-def _bind(optimizer: Any, model: XlaFullyShardedDataParallel, plan: _Plan) -> Any:
+def _bind(optimizer: Any, model: XlaFullyShardedDataParallel, plan: Plan) -> Any:
     """Return the optimizer of the shards; let it step in backward if that is wanted."""
     if isinstance(optimizer, Optimizer):
         hold_shards(optimizer)

@@ -126,16 +126,13 @@ class Recipe:
         sizes = dict(self.mesh)
         return init_mesh(tuple(sizes.values()), tuple(sizes))
 
-    def resolved(self, report: list[str], **values: Any) -> Recipe:
-        """Return the recipe with the values that were chosen, and what there is to tell of them."""
+    def applied(self, state: Sequence[Any], report: list[str], **values: Any) -> Recipe:
+        """Return the recipe with the values that were chosen, what there is to tell of them, and
+        the model and the optimizer to which it was applied."""
         done = dataclasses.replace(self, **values)
         done._set("_report", report)
+        done._set("_state", tuple(each for each in state if each is not None))
         return done
-
-    def applied(self, *state: Any) -> Recipe:
-        """Note the model and the optimizer to which the recipe was applied; return it."""
-        self._set("_state", tuple(each for each in state if each is not None))
-        return self
 
     def explain(self) -> None:
         """Print what was done and what was left out; before ``parallelize``, what is asked for."""
@@ -210,10 +207,8 @@ class Recipe:
             ValueError: if the file holds something else.
         """
         try:
-            if Path(path).is_dir():
-                raise ValueError("it is a folder")
             values = json.loads(Path(path).read_text())
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, IsADirectoryError) as error:
             raise ValueError(f"{path} is no recipe: it is not JSON ({error})") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} is no recipe: it holds a {type(values).__name__}")
@@ -294,26 +289,27 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             f"compute_dtype is {recipe.compute_dtype!r}, which is no floating-point dtype that "
             f"units compute in; give {', '.join(map(repr, DTYPES))}"
         )
-    yield from _problems_of_mesh(recipe.mesh)
+    if recipe.mesh is None:
+        return
+    if not _is_mesh(recipe.mesh):
+        yield (
+            f"mesh is {recipe.mesh!r}; give whole sizes from 1 by name of the axis, as "
+            f"{{'replica': 2, 'shard': 4}}"
+        )
+    elif (names := [*dict(recipe.mesh)]) in (["tensor"], ["replica"]):
+        where = "before" if names == ["tensor"] else "after"
+        yield f"mesh has an axis {names[0]} alone; give shard=1 {where} it"
 
 
 def _are_names(given: Any) -> bool:
     return isinstance(given, tuple) and all(isinstance(each, str) for each in given)
 
 
-def _problems_of_mesh(mesh: Any) -> Iterator[str]:
-    if mesh is None:
-        return
+def _is_mesh(mesh: Any) -> bool:
+    """Return whether these are pairs of a name of its own and a size."""
     pairs = mesh if isinstance(mesh, tuple) else ()
     if not pairs or not all(isinstance(each, tuple) and len(each) == 2 for each in pairs):
-        yield f"mesh is {mesh!r}; give sizes by name of the axis, as {{'replica': 2, 'shard': 4}}"
-        return
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names) or not _are_names(tuple(names)):
-        yield f"mesh has the axes {names}; give each a name of its own"
-    if names in (["tensor"], ["replica"]):
-        where = "before" if names == ["tensor"] else "after"
-        yield f"mesh has an axis {names[0]} alone; give shard=1 {where} it"
-    for name, size in pairs:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            yield f"mesh has {name}={size!r}; sizes are whole numbers from 1"
+        return False
+    names, sizes = zip(*pairs, strict=True)
+    are_sizes = all(type(size) is int and size > 0 for size in sizes)
+    return are_sizes and _are_names(names) and len(set(names)) == len(names)

@@ -19,9 +19,6 @@ from xla_fsdp.tensor_parallel.parallel_module import Forward, ParallelStyle
 
 Layouts = Placement | Sequence[Placement | None] | None
 
-# By index or name of a tensor: its layout, and the desired layout.
-Changes = dict[int | str, tuple[Placement, Placement]]
-
 
 class PrepareModuleInput(ParallelStyle):
     """Change the layouts of a module's inputs.
@@ -52,36 +49,25 @@ class PrepareModuleInput(ParallelStyle):
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.use_local_output = use_local_output
-        _refuse(
-            *_length_problems("input_layouts", self.input_layouts, self.desired_input_layouts),
-            *_name_problems(self.input_kwarg_layouts, self.desired_input_kwarg_layouts),
+        self._changes = _Changes(
+            "input",
+            {**dict(enumerate(self.input_layouts)), **self.input_kwarg_layouts},
+            {**dict(enumerate(self.desired_input_layouts)), **self.desired_input_kwarg_layouts},
         )
-        by_name = {
-            name: (old, self.desired_input_kwarg_layouts[name])
-            for name, old in self.input_kwarg_layouts.items()
-        }
-        by_index = _by_index(self.input_layouts, self.desired_input_layouts)
-        self._changes = _without_none({**by_index, **by_name})
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
-        for key, (old, new) in self._changes.items():
-            yield from redistribute_problems(old, new, f"its input {key}")
+        return self._changes.problems()
 
     def run(
         self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
     ) -> Any:
-        expected = None if self.desired_input_layouts is None else self.input_layouts
-        if expected is not None and len(args) != len(expected):
+        if self.input_layouts and len(args) != len(self.input_layouts):
             raise ValueError(
                 f"{name} was called with {len(args)} positional arguments, but input_layouts "
-                f"has {len(expected)}; give one for each, None for those to leave alone"
+                f"has {len(self.input_layouts)}; give one for each, None for those to leave alone"
             )
-        what = f"{name}: its input"
-        args = [_changed(self._changes, key, arg, axis, what) for key, arg in enumerate(args)]
-        kwargs = {
-            key: _changed(self._changes, key, value, axis, what) for key, value in kwargs.items()
-        }
-        return forward(*args, **kwargs)
+        args = self._changes.made(dict(enumerate(args)), axis, name).values()
+        return forward(*args, **self._changes.made(kwargs, axis, name))
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -104,17 +90,14 @@ class PrepareModuleOutput(ParallelStyle):
         desired_output_layouts: Layouts,
         use_local_output: bool = True,
     ) -> None:
-        self.output_layouts = _several(output_layouts) or ()
-        self.desired_output_layouts = _several(desired_output_layouts) or ()
+        self.output_layouts = _several(output_layouts)
+        self.desired_output_layouts = _several(desired_output_layouts)
         self.use_local_output = use_local_output
-        _refuse(
-            *_length_problems("output_layouts", self.output_layouts, self.desired_output_layouts)
-        )
-        self._changes = _without_none(_by_index(self.output_layouts, self.desired_output_layouts))
+        layouts, desired = self.output_layouts, self.desired_output_layouts
+        self._changes = _Changes("output", dict(enumerate(layouts)), dict(enumerate(desired)))
 
     def find_problems(self, module: nn.Module) -> Iterator[str]:
-        for number, (old, new) in self._changes.items():
-            yield from redistribute_problems(old, new, f"its output {number}")
+        return self._changes.problems()
 
     def run(
         self, module: nn.Module, forward: Forward, args: Any, kwargs: Any, axis: AxisComm, name: str
@@ -126,10 +109,7 @@ class PrepareModuleOutput(ParallelStyle):
                 f"{name} returned {len(outputs)} outputs, but output_layouts has "
                 f"{len(self.output_layouts)}; give one for each, None for those to leave alone"
             )
-        what = f"{name}: its output"
-        new = tuple(
-            _changed(self._changes, key, out, axis, what) for key, out in enumerate(outputs)
-        )
+        new = tuple(self._changes.made(dict(enumerate(outputs)), axis, name).values())
         return new if isinstance(result, tuple) else new[0]
 
 
@@ -178,50 +158,42 @@ class PrepareModuleInputOutput(ParallelStyle):
 
         return self.prepare_module_output.run(module, prepared, args, kwargs, axis, name)
 
-    def __repr__(self) -> str:
-        return (
-            f"PrepareModuleInputOutput({self.prepare_module_input}, {self.prepare_module_output})"
-        )
+
+class _Changes:
+    """Layouts, and those that are desired, by the index or name of a tensor.
+
+    Raises:
+        ValueError: if one of both is missing.
+    """
+
+    def __init__(self, what: str, given: Mapping[Any, Any], desired: Mapping[Any, Any]) -> None:
+        if lone := sorted(map(str, given.keys() ^ desired.keys())):
+            raise ValueError(
+                f"{what}_layouts are given for {[*given]}, and desired_{what}_layouts for "
+                f"{[*desired]}; give {', '.join(lone)} both, or neither"
+            )
+        self._what = what
+        pairs = {key: (old, desired[key]) for key, old in given.items()}
+        self._pairs = {key: each for key, each in pairs.items() if None not in each}
+
+    def problems(self) -> Iterator[str]:
+        for key, (old, new) in self._pairs.items():
+            yield from redistribute_problems(old, new, f"its {self._what} {key}")
+
+    def made(self, values: Mapping[Any, Any], axis: AxisComm, name: str) -> dict[Any, Any]:
+        """Return the values with their desired layouts."""
+        return {key: self._changed(key, each, axis, name) for key, each in values.items()}
+
+    def _changed(self, key: int | str, value: Any, axis: AxisComm, name: str) -> Any:
+        if key not in self._pairs:
+            return value
+        old, new = self._pairs[key]
+        what = f"{name}: its {self._what} {key}"
+        if not isinstance(value, Tensor):
+            found = type(value).__name__
+            raise TypeError(f"{what} has the layout {old}, but is a {found}; give None")
+        return redistribute(value, old, new, axis, what)
 
 
-def _changed(changes: Changes, key: int | str, value: Any, axis: AxisComm, what: str) -> Any:
-    if key not in changes:
-        return value
-    old, new = changes[key]
-    if not isinstance(value, Tensor):
-        found = type(value).__name__
-        raise TypeError(f"{what} {key} has the layout {old}, but is a {found}; give None")
-    return redistribute(value, old, new, axis, f"{what} {key}")
-
-
-def _several(layouts: Layouts) -> tuple[Placement | None, ...] | None:
-    if layouts is None:
-        return None
-    return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
-
-
-def _by_index(given: Sequence[Any] | None, desired: Sequence[Any] | None) -> dict[int, Any]:
-    return dict(enumerate(zip(given or (), desired or (), strict=False)))
-
-
-def _without_none(changes: Mapping[Any, Any]) -> Changes:
-    return {key: change for key, change in changes.items() if None not in change}
-
-
-def _length_problems(
-    what: str, given: Sequence[Any] | None, desired: Sequence[Any] | None
-) -> Iterator[str]:
-    if given is not None and (desired is None or len(given) != len(desired)):
-        found = "none" if desired is None else len(desired)
-        yield f"{what} has {len(given)} entries and desired_{what} {found}; give each a pair"
-
-
-def _name_problems(given: Mapping[str, Any], desired: Mapping[str, Any]) -> Iterator[str]:
-    for name in sorted({*given} ^ {*desired}):
-        where = "input_kwarg_layouts" if name in desired else "desired_input_kwarg_layouts"
-        yield f"{name} is missing in {where}; give each keyword both layouts"
-
-
-def _refuse(*problems: str) -> None:
-    if problems:
-        raise ValueError("; ".join(problems))
+def _several(layouts: Layouts) -> tuple[Placement | None, ...]:
+    return (layouts,) if isinstance(layouts, Placement) else tuple(layouts or ())

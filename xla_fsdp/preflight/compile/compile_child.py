@@ -21,7 +21,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,9 @@ def _executable(program: bytes, request: dict[str, Any], flags: dict[str, Any]) 
 
     devices, order = _devices(request), request["partition_order"]
     assignment = np.array([[devices[rank].id for rank in order or range(len(devices))]])
-    options = _options(xla_client, assignment if order else assignment.T)
+    options = options_for(assignment if order else assignment.T)
     options.env_option_overrides = list(flags.items())
-    code = program if order else _replica_code(program, request["aliases"])
+    code = program if order else stable_hlo(program, partial(_alias, pairs=request["aliases"]))
     return devices[0].client.compile(code, xla_client.DeviceList(tuple(devices)), options)
 
 
@@ -135,8 +136,10 @@ def _devices(request: dict[str, Any]) -> list[Any]:
     return devices
 
 
-def _options(xla_client: Any, assignment: Any) -> Any:
-    """Return options for an array of device ids, [replica, partition]."""
+def options_for(assignment: Any) -> Any:
+    """Return compile options for an array of device ids, [replica, partition]."""
+    from jax._src.lib import xla_client
+
     options = xla_client.CompileOptions()
     build = options.executable_build_options
     for target in (options, build):
@@ -146,7 +149,8 @@ def _options(xla_client: Any, assignment: Any) -> Any:
     return options
 
 
-def _replica_code(program: bytes, aliases: Sequence[Sequence[int]]) -> bytes:
+def stable_hlo(program: bytes, change: Callable[[Any], None]) -> bytes:
+    """Return a serialized HLO module, changed in place by ``change``, as StableHLO bytecode."""
     from jax._src.interpreters import mlir as jax_mlir
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
@@ -154,12 +158,14 @@ def _replica_code(program: bytes, aliases: Sequence[Sequence[int]]) -> bytes:
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(program))
     with jax_mlir.make_ir_context():
         module = ir.Module.parse(text)
-        _alias(ir, module, aliases)
+        change(module)
         return jax_mlir.module_to_bytecode(module)
 
 
-def _alias(ir: Any, module: Any, aliases: Sequence[Sequence[int]]) -> None:
+def _alias(module: Any, pairs: Sequence[Sequence[int]]) -> None:
     """Let output k reuse the memory of input i, for each pair (i, k)."""
+    from jax._src.lib.mlir import ir
+
     main = next(each for each in module.body.operations if each.name.value == "main")
     known = (
         list(main.arg_attrs)
@@ -167,7 +173,7 @@ def _alias(ir: Any, module: Any, aliases: Sequence[Sequence[int]]) -> None:
         else [ir.DictAttr.get({})] * len(main.type.inputs)
     )
     number = ir.IntegerType.get_signless(32)
-    for source, output in aliases:
+    for source, output in pairs:
         attributes = {each.name: each.attr for each in known[source]}
         attributes["tf.aliasing_output"] = ir.IntegerAttr.get(number, output)
         known[source] = ir.DictAttr.get(attributes)

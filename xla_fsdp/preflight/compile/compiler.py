@@ -48,10 +48,6 @@ class _FailsAgainError(CompileError):
         super().__init__(reason)
         self.max_host_mem = max_host_mem
 
-    def holds_for(self, max_host_mem: int) -> bool:
-        """Return whether a compilation that may use so many bytes fails, too."""
-        return self.max_host_mem is None or max_host_mem <= self.max_host_mem
-
 
 @dataclass(frozen=True)
 class Buffers:
@@ -85,7 +81,7 @@ def compile_program(
     topology: Topology,
     *,
     max_host_mem: int = 10 * GIB,
-    cache_dir: Path | None = None,
+    cache_dir: str | Path | None = None,
     flags: str = "",
     progress: Callable[[float], None] | None = None,
 ) -> Compiled:
@@ -105,12 +101,13 @@ def compile_program(
     check_installed()
     if not program.partition_order:  # JAX adds no flags to its programs, torch_xla does
         flags = f"{topology.init_args} {flags}".strip()
-    entry = (cache_dir or _default_cache_dir()) / f"{_key(program, topology, flags)}.json.gz"
+    folder = Path(cache_dir or _default_cache_dir())
+    entry = folder / f"{_key(program, topology, flags)}.json.gz"
     known = _read(entry)
-    if isinstance(known, _FailsAgainError) and known.holds_for(max_host_mem):
-        raise CompileError(f"{known} (kept from an earlier run, in {entry})")
     if isinstance(known, Compiled):
         return known
+    if known is not None and (known.max_host_mem is None or max_host_mem <= known.max_host_mem):
+        raise CompileError(f"{known} (kept from an earlier run, in {entry})")
     try:
         compiled = _compile(program, topology, flags, max_host_mem, progress)
     except _FailsAgainError as error:
@@ -130,15 +127,15 @@ def _compile(
     with tempfile.TemporaryDirectory(prefix="preflight-") as name:
         folder = Path(name)
         _write_request(folder, program, topology)
+        fails_again = True
         try:
             _run_child(folder, compiler_environment(topology, flags), max_host_mem, progress)
-        except CompileError as error:
+        except CompileError:
             # If a program is too large, the child writes an error before it tries a second time.
             if not (folder / "result.json").exists():
                 raise
-            # Not kept: with more memory there may be a report on it.
-            raise CompileError(_refusal(_result_in(folder)["error"])) from error
-        return _read_result(folder)
+            fails_again = False  # with more memory there may be a report on it
+        return _read_result(folder, fails_again)
 
 
 def check_installed() -> None:
@@ -262,8 +259,7 @@ def _watch(
     child: subprocess.Popen[bytes], max_host_mem: int, progress: Callable[[float], None] | None
 ) -> None:
     started = time.monotonic()
-    with contextlib.suppress(OSError):  # if memory runs out, the system should kill the child first
-        Path(f"/proc/{child.pid}/oom_score_adj").write_text("1000")
+    kill_first(child)
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(POLL_SECONDS)
@@ -279,6 +275,12 @@ def _watch(
             progress(time.monotonic() - started)
 
 
+def kill_first(child: subprocess.Popen[bytes]) -> None:
+    """Let the system end this child, not its parent, if memory runs out."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{child.pid}/oom_score_adj").write_text("1000")
+
+
 def _resident_bytes(pid: int) -> int:
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -287,20 +289,13 @@ def _resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _read_result(folder: Path) -> Compiled:
-    result = _result_in(folder)
+def _read_result(folder: Path, fails_again: bool) -> Compiled:
+    result = json.loads((folder / "result.json").read_text())
     if "error" in result:
-        refused = result["error"].startswith(_COMPILERS_OWN)
-        raise (_FailsAgainError if refused else CompileError)(_refusal(result["error"]))
-    try:
-        buffers = assigned_buffers(folder / "dump")
-    except FileNotFoundError as error:
-        raise CompileError(str(error)) from error
+        is_kept = fails_again and result["error"].startswith(_COMPILERS_OWN)
+        raise (_FailsAgainError if is_kept else CompileError)(_refusal(result["error"]))
+    buffers = assigned_buffers(folder / "dump")
     return Compiled(**asdict(buffers), **result, text=(folder / "optimized.txt").read_text())
-
-
-def _result_in(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "result.json").read_text())
 
 
 _COMPILERS_OWN = ("XlaRuntimeError", "JaxRuntimeError")
@@ -333,11 +328,11 @@ def assigned_buffers(dump: Path) -> Buffers:
     """Read the sizes in the buffer assignment, the largest if several, that is in folder ``dump``.
 
     Raises:
-        FileNotFoundError: if there is none.
+        CompileError: if there is none.
     """
     found = [_assigned(path.read_text()) for path in dump.glob("*buffer-assignment.txt")]
     if not found:
-        raise FileNotFoundError(f"the compiler left no assignment of buffers in {dump}")
+        raise CompileError(f"the compiler left no assignment of buffers in {dump}")
     return max(found, key=lambda each: each.arguments + each.outputs + each.temporaries)
 
 

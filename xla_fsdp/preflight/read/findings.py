@@ -24,14 +24,12 @@ def all_findings(
     collectives: Sequence[Collective],
 ) -> Iterator[str]:
     """Yield all findings about a step; ``largest`` is the program that needs most memory."""
-    parameters = traced.parameters
-    sizes = {key: n for program in traced.programs for key, n in program.operand_sizes.items()}
     yield from about_programs(len(modules))
-    yield from about_reductions(collectives, sizes, parameters)
+    yield from about_reductions(collectives)
     yield from about_bytes(
         sum(each.total_bytes for each in collectives),
         traced.minimum_wire_bytes,
-        activations=any(each.is_tensor_parallel for each in parameters),
+        activations=any(each.is_tensor_parallel for each in traced.parameters),
     )
     yield from about_overlap(collectives)
     yield from about_dtypes(modules, _gathered_dtype(collectives))
@@ -49,9 +47,11 @@ def about_groups(parameters: Sequence[ParameterTraffic]) -> Iterator[str]:
             by_group.setdefault(each.off_torus, []).append(each.name)
     for group, names in by_group.items():
         ranks = ", ".join(map(str, group[:8])) + (", ..." if len(group) > 8 else "")
+        listed = ", ".join(f"`{name}`" for name in names[:3])
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield (
             f"ranks {ranks} fill no box on the torus in order, so the gradients of "
-            f"{_listed(names)} are reduced in one step, of which the compiler may make a full "
+            f"{listed}{more} are reduced in one step, of which the compiler may make a full "
             f"all-reduce with twice the traffic. Make groups by init_mesh, which follows the torus"
         )
 
@@ -74,21 +74,16 @@ def about_programs(count: int) -> Iterator[str]:
         )
 
 
-def about_reductions(
-    collectives: Sequence[Collective],
-    operand_sizes: Mapping[str, int],
-    parameters: Sequence[ParameterTraffic],
-) -> Iterator[str]:
+def about_reductions(collectives: Sequence[Collective]) -> Iterator[str]:
     """Report gradients that are reduced by full all-reduces."""
     for each in collectives:
         if each.kind == "all-reduce" and each.only_sliced and each.total_bytes >= WORTH_SAYING:
-            names = _names(operand_sizes.get(each.origin, 0), parameters)
             unit = f" (`{each.unit}`)" if each.unit else ""
             yield (
-                f"the gradient of {names}{unit} is reduced by a full all-reduce, of which each "
-                f"rank uses its slice: {each.total_bytes / MB:.0f} MB, twice what a reduce-scatter "
-                f"sends. The compiler does this for a group that is not one ring; make groups "
-                f"boxes on the torus, so that they can be reduced axis by axis"
+                f"gradients are reduced by a full all-reduce{unit}, of which each rank uses its "
+                f"slice: {each.total_bytes / MB:.0f} MB, twice what a reduce-scatter sends. The "
+                f"compiler does this for a group that is not one ring; make groups boxes on the "
+                f"torus, so that they can be reduced axis by axis"
             )
 
 
@@ -207,18 +202,6 @@ def about_offloading(on_host: int) -> Iterator[str]:
             f"in every step. The estimate lets them travel beside all compute, at the published "
             f"speed of v4's link to its host"
         )
-
-
-def _names(numel: int, parameters: Sequence[ParameterTraffic]) -> str:
-    matching = [each.name for each in parameters if numel in (each.padded, each.numel)]
-    if not matching:
-        return f"parameters of {numel:,} elements together" if numel else "some parameters"
-    return _listed(matching) + (" of its size" if len(matching) > 3 else "")
-
-
-def _listed(names: Sequence[str]) -> str:
-    listed = ", ".join(f"`{name}`" for name in names[:3])
-    return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more"
 
 
 def _gathered_dtype(collectives: Sequence[Collective]) -> str:

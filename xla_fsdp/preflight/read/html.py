@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import metadata
+from typing import Any
 
 from xla_fsdp.preflight.read.report import (
     HEADINGS,
@@ -107,7 +108,7 @@ def page(
         f'<p><span class="no">{escape(each.run)}</span>: {escape(each.error)}</p>'
         for each in failed
     )
-    legend = _legend((label, _COLORS[name]) for name, label in PARTS.items())
+    legend = _legend({label: _COLORS[name] for name, label in PARTS.items()})
     return _document(
         f'<p class="note">One training step per rank, as the TPU compiler makes it.</p>'
         f"{''.join(lost)}"
@@ -160,10 +161,11 @@ def _document(body: str, about: Mapping[str, str] | None) -> str:
     )
 
 
-def _legend(entries: Iterable[tuple[str, str]]) -> str:
+def _legend(entries: Mapping[str, str]) -> str:
+    """Return a line with the color of each label."""
     drawn = (
         f'<span><i style="background:{color}"></i>{escape(label)}</span>'
-        for label, color in entries
+        for label, color in entries.items()
     )
     return f'<p class="legend">{"".join(drawn)}</p>'
 
@@ -171,21 +173,17 @@ def _legend(entries: Iterable[tuple[str, str]]) -> str:
 def _section(report: Report) -> str:
     warnings = "".join(f'<li class="no">{escape(warning)}</li>' for warning in report.warnings)
     findings = warnings + "".join(f"<li>{escape(finding)}</li>" for finding in report.findings)
+    areas = [*_CONSTANT, "gathered_parameters", "activations"]
+    legend = {PARTS[name]: _COLORS[name] for name in areas} | dict(_TRAFFIC_COLORS.values())
     return (
         f"<h2>{escape(title(report))}</h2>"
         f"<ul>{findings or '<li>Nothing to remark.</li>'}</ul>"
-        f"<h3>Over the step's estimated time</h3>{_timeline_legend()}{_step_timeline(report)}"
+        f"<h3>Over the step's estimated time</h3>{_legend(legend)}{_step_timeline(report)}"
         f'<p class="note">Read from the schedule: below the peak lies what the compiler reserves '
         f"beyond the buffers that it can be seen to use.</p>"
         f"<details open><summary>All figures</summary>"
         f"<pre>{escape(figures(report))}</pre></details>"
     )
-
-
-def _timeline_legend() -> str:
-    """Say what is drawn of the step: memory as areas, and collectives in lanes."""
-    areas = [*_CONSTANT, "gathered_parameters", "activations"]
-    return _legend([*((PARTS[name], _COLORS[name]) for name in areas), *_TRAFFIC_COLORS.values()])
 
 
 # ---------------------------------------------------------------- drawings; lengths in pixels
@@ -223,7 +221,8 @@ def _memory_bars(reports: Sequence[Report]) -> str:
 def _bar(report: Report, x: _Scale, top: float) -> str:
     memory = report.memory
     label = f"{report.topology} {options_text(report.options)}".strip()
-    drawn = [_text(LEFT, top + 14, _short(label), "start", hint=label)]
+    short = label if len(label) <= 90 else f"{label[:89]}\N{HORIZONTAL ELLIPSIS}"
+    drawn = [_text(LEFT, top + 14, short, "start", hint=label)]
     done = 0
     for name, part in PARTS.items():
         size = getattr(memory, name)
@@ -258,21 +257,20 @@ def _scatter(tuned: Tuned) -> str:
         *(_point(tuned, each, x(needed), y(tuned.rate(each))) for each, needed in points),
     ]  # fmt: skip
     plot = _svg("scatter", PLOT + 26, "Memory against estimated rate", drawn)
-    return _legend(_RECIPE_COLORS.items()) + plot
+    return _legend(_RECIPE_COLORS) + plot
 
 
 def _point(tuned: Tuned, candidate: Candidate, x: float, y: float) -> str:
     color = _RECIPE_COLORS[candidate.way.recipe.name]
-    fill = color if candidate.report else "#fff"
-    dashes = "" if candidate.fits(tuned.chip) else ' stroke-dasharray="3 2"'
     hint = (
         f"{candidate.way}, batch {candidate.batch}: {tuned.rate(candidate):,.0f} {tuned.unit}/s. "
         f"{tuned.reason(candidate) or 'The best'}"
     )
-    return (
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{9 if candidate == tuned.best else 5}" '
-        f'fill="{fill}" stroke="{color}" stroke-width="2"{dashes}>{_hint(hint)}</circle>'
-    )
+    dashes = {} if candidate.fits(tuned.chip) else {"stroke-dasharray": "3 2"}
+    return _element(
+        "circle", hint, cx=x, cy=y, r=9 if candidate == tuned.best else 5,
+        fill=color if candidate.report else "#fff", stroke=color, stroke_width=2, **dashes,
+    )  # fmt: skip
 
 
 def _step_timeline(report: Report) -> str:
@@ -310,7 +308,7 @@ def _areas(memory: Memory, moments: Sequence[Moment], seconds: float, x: _Scale)
         outline = [*_stairs(edges, above, x, y), *reversed(list(_stairs(edges, below, x, y)))]
         points = " ".join(f"{across:.1f},{up:.1f}" for across, up in outline)
         hint = f"{PARTS[name]}: at most {_mib(max(sizes, default=0))} MiB"
-        yield f'<polygon points="{points}" fill="{_COLORS[name]}">{_hint(hint)}</polygon>'
+        yield _element("polygon", hint, points=points, fill=_COLORS[name])
         below = above
     for name, size in lines.items():
         yield _line(LEFT, y(size), WIDTH - RIGHT, y(size), name, f"{name}: {_mib(size)} MiB")
@@ -353,7 +351,7 @@ def _lane(
 ) -> Iterator[str]:
     words, color = _TRAFFIC_COLORS[overlapped]
     yield _text(LEFT, top - 5, f"{kind}, {words}", "start")
-    yield _rect(LEFT, top, INNER, LANE, "none")
+    yield _rect(LEFT, top, INNER, LANE, "none", kind="back")
     own = [each for each in spans if (each.kind, each.overlapped) == (kind, overlapped)]
     for each in own:
         left = min(x(each.start), WIDTH - RIGHT - 0.8)
@@ -379,35 +377,29 @@ def _svg(name: str, height: float, label: str, drawn: Iterable[str]) -> str:
     )
 
 
+def _element(tag: str, hint: str = "", content: str = "", **attributes: Any) -> str:
+    """Return an element of a drawing; ``kind`` is its class."""
+    words = ""
+    for name, value in attributes.items():
+        text = f"{value:.2f}" if isinstance(value, float) else value
+        words += f' {"class" if name == "kind" else name.replace("_", "-")}="{text}"'
+    title = f"<title>{escape(hint)}</title>" if hint else ""
+    return f"<{tag}{words}>{escape(content)}{title}</{tag}>"
+
+
 def _rect(
     x: float, y: float, width: float, height: float, color: str, hint: str = "", kind: str = "part"
 ) -> str:
-    kind = kind if hint else "back"
-    return (
-        f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}" '
-        f'fill="{color}">{_hint(hint)}</rect>'
-    )
+    return _element("rect", hint, x=x, y=y, width=width, height=height, fill=color, kind=kind)
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, kind: str, hint: str = "") -> str:
-    return (
-        f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}">'
-        f"{_hint(hint)}</line>"
-    )
+    return _element("line", hint, x1=x1, y1=y1, x2=x2, y2=y2, kind=kind)
 
 
 def _text(x: float, y: float, content: str, anchor: str, hint: str = "") -> str:
-    inside = escape(content) + _hint(hint)
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{inside}</text>'
-
-
-def _hint(words: str) -> str:
-    return f"<title>{escape(words)}</title>" if words else ""
+    return _element("text", hint, content, x=x, y=y, text_anchor=anchor)
 
 
 def _mib(size: float) -> str:
     return f"{size / MIB:,.0f}"
-
-
-def _short(label: str) -> str:
-    return label if len(label) <= 90 else f"{label[:89]}\N{HORIZONTAL ELLIPSIS}"

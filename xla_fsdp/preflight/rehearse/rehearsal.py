@@ -87,19 +87,12 @@ def run_on_chips(
 
 @dataclass(frozen=True)
 class Needs:
-    """What a rehearsal takes on this machine, as known before it begins; estimates.
+    """What a rehearsal takes on this machine, as known before it begins; estimates."""
 
-    Args:
-        memory: bytes, of all ranks together.
-        available: bytes that this machine has left.
-        compile_seconds: for the programs.
-        step_seconds: for each step.
-    """
-
-    memory: int
-    available: int
-    compile_seconds: float
-    step_seconds: float
+    memory: int  # bytes, of all ranks together
+    available: int  # bytes that this machine has left
+    compile_seconds: float  # for the programs
+    step_seconds: float  # for each step
 
     def text(self, steps: int) -> str:
         """Return the estimates in one line."""
@@ -111,26 +104,15 @@ class Needs:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step.
+    """One step."""
 
-    Args:
-        loss: mean over the ranks of what the step returned; None if that was no number.
-        grad_norm: norm of the gradients that the optimizers got, over all ranks; None without any.
-        not_finite: where a number is not, as text.
-        disagreements: what differs between ranks that must hold the same, as text.
-        seconds: duration, with compilation.
-        compared: whether there was anything to compare between ranks.
-        plain_loss: loss of the plain model.
-        plain_grad_norm: norm of its gradients.
-    """
-
-    loss: float | None
-    grad_norm: float | None
-    not_finite: tuple[str, ...]
-    disagreements: tuple[str, ...]
-    seconds: float
-    compared: bool = True
-    plain_loss: float | None = None
+    loss: float | None  # mean over the ranks of what the step returned, if that was a number
+    grad_norm: float | None  # of the gradients that optimizers got, over all ranks; None without
+    not_finite: tuple[str, ...]  # where a number is not, as text
+    disagreements: tuple[str, ...]  # what differs between ranks that must hold the same, as text
+    seconds: float  # duration, with compilation
+    compared: bool = True  # whether there was anything to compare between ranks
+    plain_loss: float | None = None  # of the plain model
     plain_grad_norm: float | None = None
 
     @property
@@ -288,19 +270,13 @@ def _duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class RankStep:
-    """What a rank holds after a step.
+    """What a rank holds after a step."""
 
-    Args:
-        loss: what the step returned; None if that was no number.
-        squares: the rank's part of the squared norm of the gradients; None without any.
-        not_finite: names of what is not finite.
-        digests: of all values of which other ranks have copies, by name and by place among those
-            that hold different parts.
-    """
-
-    loss: float | None
-    squares: float | None
-    not_finite: tuple[str, ...]
+    loss: float | None  # what the step returned, if that was a number
+    squares: float | None  # its part of the squared norm of the gradients; None without any
+    not_finite: tuple[str, ...]  # names of what is not finite
+    # Of all values of which other ranks have copies, by name and by place among those that hold
+    # different parts.
     digests: dict[tuple[str, tuple[int, ...]], str]
 
 
@@ -312,17 +288,30 @@ def _make_steps(
     table: Table,
     show: Callable[[str], None],
 ) -> None:
-    from xla_fsdp.preflight.trace.tracing import fed
     from xla_fsdp.xla import ops
+
+    whose = f": rank {rank} of {ops.world_size()}"
+    for number, loss, seen in _made(build_step, options, steps, whose, show):
+        ops.sync()
+        table.add(number, rank, _after_step(loss, seen))
+
+
+def _made(
+    build_step: Callable[..., Any],
+    options: dict[str, Any],
+    steps: int,
+    whose: str,
+    show: Callable[[str], None],
+) -> Iterator[tuple[int, Any, _Seen]]:
+    """Make steps; yield the number of each, what it returned, and what optimizers were given."""
+    from xla_fsdp.preflight.trace.tracing import fed
 
     with _watched() as seen:
         step = fed(build_step(**options), f"for {steps} step(s)")
         for number in range(steps):
             seen.grads.clear()
-            show(f"step {number + 1} of {steps}: rank {rank} of {ops.world_size()}")
-            loss = step()
-            ops.sync()
-            table.add(number, rank, _after_step(loss, seen))
+            show(f"step {number + 1} of {steps}{whose}")
+            yield number, step(), seen
 
 
 @dataclass
@@ -456,12 +445,6 @@ def _number(value: Any) -> float | None:
 # ---------------------------------------------------------------- the plain model
 
 
-@dataclass(frozen=True)
-class _PlainStep:
-    loss: float | None
-    grad_norm: float | None
-
-
 def _plain_steps(
     build_step: Callable[..., Any],
     num_ranks: int,
@@ -469,34 +452,25 @@ def _plain_steps(
     steps: int,
     show: Callable[[str], None],
     say: Callable[[str], None],
-) -> list[_PlainStep]:
-    """Make the steps of the plain model, if there is one; say so if it fails."""
+) -> list[tuple[float | None, float | None]]:
+    """Make the steps of the plain model, if there is one; say so if it fails.
+
+    Returns:
+        Loss and norm of the gradients, of each step.
+    """
     if PLAIN not in inspect.signature(build_step).parameters:
         return []
+    options = {**options, PLAIN: num_ranks}
+    found = []
     try:
-        return [*_made_plainly(build_step, {**options, PLAIN: num_ranks}, steps, show)]
+        for _, loss, seen in _made(build_step, options, steps, " of the plain model", show):
+            squares = seen.squared_norm(lambda param: 1.0)
+            found.append((_number(loss), None if squares is None else math.sqrt(squares)))
     except Exception as error:  # the user's code may raise anything
         text = " ".join(str(error).split())
         say(f"the plain model raised {type(error).__name__}: {text}; the ranks run without it")
         return []
-
-
-def _made_plainly(
-    build_step: Callable[..., Any],
-    options: dict[str, Any],
-    steps: int,
-    show: Callable[[str], None],
-) -> Iterator[_PlainStep]:
-    from xla_fsdp.preflight.trace.tracing import fed
-
-    with _watched() as seen:
-        step = fed(build_step(**options), f"for {steps} step(s)")
-        for number in range(steps):
-            seen.grads.clear()
-            show(f"step {number + 1} of {steps} of the plain model")
-            loss = _number(step())
-            squares = seen.squared_norm(lambda param: 1.0)
-            yield _PlainStep(loss, None if squares is None else math.sqrt(squares))
+    return found
 
 
 # ---------------------------------------------------------------- the table
@@ -506,7 +480,10 @@ class Table:
     """Puts together what ranks hold after each step, and tells it line by line."""
 
     def __init__(
-        self, num_ranks: int, plain: Sequence[_PlainStep], say: Callable[[str], None]
+        self,
+        num_ranks: int,
+        plain: Sequence[tuple[float | None, float | None]],
+        say: Callable[[str], None],
     ) -> None:
         self.results: list[StepResult] = []
         self._num_ranks = num_ranks
@@ -520,69 +497,49 @@ class Table:
         self._found[number][rank] = found
         if len(self._found[number]) < self._num_ranks:
             return
-        ranks = self._found.pop(number)
+        by_rank = self._found.pop(number)
+        ranks = [by_rank[each] for each in range(self._num_ranks)]
+        losses = [each.loss for each in ranks if each.loss is not None]
+        squares = [each.squares for each in ranks if each.squares is not None]
         now = time.monotonic()
-        plain = self._plain[number] if self._plain else _PlainStep(None, None)
-        result = _joined(
-            [ranks[each] for each in range(self._num_ranks)], now - self._started, plain
+        result = StepResult(
+            sum(losses) / len(losses) if losses else None,
+            math.sqrt(sum(squares)) if squares else None,
+            tuple(_not_finite(ranks)),
+            tuple(_disagreements(ranks)),
+            now - self._started,
+            any(each.digests for each in ranks),
+            *(self._plain[number] if self._plain else ()),
         )
         self._started = now
-        if not self.results:
-            self._say(self._header())
+        self._tell(number + 1, result)
         self.results.append(result)
-        self._say(self._row(number + 1, result))
-        for line in (*_first(result.not_finite), *_first(result.disagreements)):
-            self._say(f"      {line}")
 
-    def _header(self) -> str:
-        plain = [f"{'plain':>11}"] if self._plain else []
-        columns = [f"{'step':>4}", f"{'loss':>11}", *plain, f"{'grad norm':>11}", *plain]
-        return "  ".join([*columns, "finite", "ranks agree", f"{'seconds':>7}"])
-
-    def _row(self, number: int, result: StepResult) -> str:
-        plain = bool(self._plain)
+    def _tell(self, number: int, result: StepResult) -> None:
+        agree = "no" if result.disagreements else "yes" if result.compared else "-"
         columns = [
-            f"{number:>4}",
-            _figure(result.loss),
-            *([_figure(result.plain_loss)] if plain else []),
-            _figure(result.grad_norm),
-            *([_figure(result.plain_grad_norm)] if plain else []),
-            f"{'no' if result.not_finite else 'yes':<6}",
-            f"{_agreement(result):<11}",
-            f"{result.seconds:>7.1f}",
+            ("step", f"{number:>4}"),
+            ("loss", _figure(result.loss)),
+            ("plain", _figure(result.plain_loss)),
+            ("grad norm", _figure(result.grad_norm)),
+            ("plain", _figure(result.plain_grad_norm)),
+            ("finite", f"{'no' if result.not_finite else 'yes':<6}"),
+            ("ranks agree", f"{agree:<11}"),
+            ("seconds", f"{result.seconds:>7.1f}"),
         ]
-        return "  ".join(columns)
-
-
-def _first(problems: Sequence[str]) -> Iterator[str]:
-    yield from problems[:SHOWN]
-    if len(problems) > SHOWN:
-        yield f"and {len(problems) - SHOWN} more"
-
-
-def _agreement(result: StepResult) -> str:
-    if not result.compared:
-        return "-"
-    return "no" if result.disagreements else "yes"
+        shown = [each for each in columns if self._plain or each[0] != "plain"]
+        if not self.results:
+            self._say("  ".join(heading.rjust(len(cell)) for heading, cell in shown))
+        self._say("  ".join(cell for _, cell in shown))
+        for problems in (result.not_finite, result.disagreements):
+            for line in problems[:SHOWN]:
+                self._say(f"      {line}")
+            if len(problems) > SHOWN:
+                self._say(f"      and {len(problems) - SHOWN} more")
 
 
 def _figure(value: float | None) -> str:
     return f"{'-' if value is None else format(value, '.6g'):>11}"
-
-
-def _joined(ranks: Sequence[RankStep], seconds: float, plain: _PlainStep) -> StepResult:
-    losses = [each.loss for each in ranks if each.loss is not None]
-    squares = [each.squares for each in ranks if each.squares is not None]
-    return StepResult(
-        loss=sum(losses) / len(losses) if losses else None,
-        grad_norm=math.sqrt(sum(squares)) if squares else None,
-        not_finite=tuple(_not_finite(ranks)),
-        disagreements=tuple(_disagreements(ranks)),
-        seconds=seconds,
-        compared=any(each.digests for each in ranks),
-        plain_loss=plain.loss,
-        plain_grad_norm=plain.grad_norm,
-    )
 
 
 def _not_finite(ranks: Sequence[RankStep]) -> Iterator[str]:

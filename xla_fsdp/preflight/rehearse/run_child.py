@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from xla_fsdp.preflight.compile.compile_child import options_for, stable_hlo
+
 WITHOUT_EFFECT = ("annotate_device_placement",)
 """Custom calls that a CPU does not know, and that return their operand: where a value lies."""
 
@@ -64,15 +66,10 @@ class _Chips:
         from jax._src.lib import xla_client
 
         devices = self._devices[:num_ranks]
-        options = xla_client.CompileOptions()
-        build = options.executable_build_options
-        for target in (options, build):
-            target.num_replicas, target.num_partitions = num_ranks, 1
-        assignment = np.array([[device.id] for device in devices])
-        options.device_assignment = xla_client.DeviceAssignment.create(assignment)
+        options = options_for(np.array([[device.id] for device in devices]))
         chosen = xla_client.DeviceList(tuple(devices))
-        compiled = self._client.compile_and_load(_stable_hlo(hlo), chosen, options)
-        self._executables.append((compiled, devices))
+        code = stable_hlo(hlo, _leave_out_calls)
+        self._executables.append((self._client.compile_and_load(code, chosen, options), devices))
 
     def run(self, number: int, arguments: list[list[Any]]) -> list[list[Any]]:
         """Run a program with the arguments of each rank; return the outputs of each rank."""
@@ -128,34 +125,27 @@ def _array(value: np.ndarray[Any, Any]) -> Any:
 # ---------------------------------------------------------------- programs
 
 
-def _stable_hlo(hlo: bytes) -> bytes:
-    """Return a program as the CPU client takes it, without calls in ``WITHOUT_EFFECT``, and with
-    NaN for ``UNINITIALIZED``, so that reading it shows."""
-    from jax._src.interpreters import mlir as jax_mlir
-    from jax._src.lib import xla_client
+def _leave_out_calls(module: Any) -> None:
+    """Leave out calls in ``WITHOUT_EFFECT``, and put NaN in the place of ``UNINITIALIZED``, so that
+    reading it shows."""
     from jax._src.lib.mlir import ir
     from jax._src.lib.mlir.dialects import hlo as stablehlo
 
-    computation = xla_client.XlaComputation(hlo)
-    text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
-    with jax_mlir.make_ir_context():
-        module = ir.Module.parse(text)
-        for call in list(_custom_calls(module.operation)):
-            name = ir.StringAttr(call.attributes["call_target_name"]).value
-            if name == PALLAS:
-                raise ValueError("it calls a Pallas kernel, which only a TPU can run")
-            if name == UNINITIALIZED:
-                [result] = call.results
-                with ir.InsertionPoint(call), call.location:
-                    element = ir.FloatAttr.get(result.type.element_type, math.nan)
-                    nan = stablehlo.constant(ir.DenseElementsAttr.get_splat(result.type, element))
-                result.replace_all_uses_with(nan)
-                call.erase()
-            if name in WITHOUT_EFFECT:
-                [operand], [result] = call.operands, call.results
-                result.replace_all_uses_with(operand)
-                call.erase()
-        return jax_mlir.module_to_bytecode(module)
+    for call in list(_custom_calls(module.operation)):
+        name = ir.StringAttr(call.attributes["call_target_name"]).value
+        if name == PALLAS:
+            raise ValueError("it calls a Pallas kernel, which only a TPU can run")
+        if name not in (UNINITIALIZED, *WITHOUT_EFFECT):
+            continue
+        [result] = call.results
+        if name == UNINITIALIZED:
+            with ir.InsertionPoint(call), call.location:
+                element = ir.FloatAttr.get(result.type.element_type, math.nan)
+                value = stablehlo.constant(ir.DenseElementsAttr.get_splat(result.type, element))
+        else:
+            [value] = call.operands
+        result.replace_all_uses_with(value)
+        call.erase()
 
 
 def _custom_calls(operation: Any) -> Iterator[Any]:

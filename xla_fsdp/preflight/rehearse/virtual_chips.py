@@ -5,7 +5,6 @@ The child is there because torch_xla's and JAX's runtimes clash in one process.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
@@ -14,12 +13,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing import Pipe
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xla_fsdp.preflight.compile.compiler import check_installed
+from xla_fsdp.preflight.compile.compiler import check_installed, kill_first
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,8 +65,7 @@ class VirtualChips:
             stderr=self._log,
         )
         theirs.close()
-        with contextlib.suppress(OSError):  # if memory runs out, the child should be killed first
-            Path(f"/proc/{self._child.pid}/oom_score_adj").write_text("1000")
+        kill_first(self._child)
 
     def execute(self, requests: Sequence[Request]) -> list[list[Tensor]]:
         """Run the program of all ranks, or of one of them.

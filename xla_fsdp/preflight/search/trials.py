@@ -10,14 +10,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from xla_fsdp.preflight.api import compiled_report, traced_on
 from xla_fsdp.preflight.compile.compiler import CompileError, available_memory
 from xla_fsdp.preflight.read.report import Report
-from xla_fsdp.preflight.search.candidates import Way, data_ranks, recipe_text
+from xla_fsdp.preflight.search.candidates import Way, recipe_text
 from xla_fsdp.preflight.topologies import Topology
 from xla_fsdp.preflight.trace.program import Traced
 
@@ -34,39 +34,21 @@ class Trial:
     depth: int | None = None
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What compilations may use, as ``preflight`` and ``tune`` take it."""
-
-    max_host_mem: int  # bytes of host memory of each
-    jobs: int  # at once
-    cache_dir: str | Path | None
-    flags: str
-
-
 class OutOfBudgetError(Exception):
     """The budget ended before a step was compiled."""
 
 
 @dataclass
 class Trials:
-    """Compiles steps until the deadline.
+    """Compiles steps until the deadline."""
 
-    Args:
-        build_step: called with ``recipe`` and ``batch``, the options of the way and ``options``.
-        topology: the slice.
-        depth_option: name of the option of ``build_step`` that is its number of layers.
-        options: others of ``build_step``, the same for all.
-        limits: of the compiler.
-        tell: called with a line of text while waiting.
-    """
-
-    build_step: Callable[..., Any]
+    build_step: Callable[..., Any]  # called with ``recipe``, ``batch`` and options
     topology: Topology
-    depth_option: str
-    options: Mapping[str, Any]
-    limits: Limits
-    tell: Callable[[str], None]
+    depth_option: str  # name of the option of ``build_step`` that is its number of layers
+    options: Mapping[str, Any]  # others of ``build_step``, the same for all
+    jobs: int  # compilations at once
+    limits: Mapping[str, Any]  # of a compilation, as ``compiled_report`` takes them
+    tell: Callable[[str], None]  # called with a line of text while waiting
     deadline: float = float("inf")  # as time.monotonic()
     _traced: dict[Trial, Traced | str] = field(default_factory=dict)
     _interrupted: bool = False
@@ -103,7 +85,7 @@ class Trials:
         time for are missing."""
         running: dict[Trial, Future[Report | str]] = {}
         done: dict[Trial, Report | str] = {}
-        with ThreadPoolExecutor(self.limits.jobs) as pool:
+        with ThreadPoolExecutor(self.jobs) as pool:
             try:
                 for trial in trials:
                     try:
@@ -127,7 +109,7 @@ class Trials:
 
     def _wait_for_a_slot(self, running: Iterable[Future[Any]]) -> None:
         """Let at most one traced program wait, as it takes memory."""
-        while len(pending := [each for each in running if not each.done()]) >= self.limits.jobs:
+        while len(pending := [each for each in running if not each.done()]) >= self.jobs:
             wait(pending, return_when=FIRST_COMPLETED)
 
     def _options_of(self, trial: Trial) -> dict[str, Any]:
@@ -140,15 +122,8 @@ class Trials:
             raise OutOfBudgetError
         shown = {**self._options_of(trial), "recipe": recipe_text(trial.way.recipe)}
         try:
-            return compiled_report(
-                traced,
-                self.topology,
-                shown,
-                max_host_mem=self.limits.max_host_mem,
-                cache_dir=self.limits.cache_dir,
-                flags=self.limits.flags,
-                progress=lambda seconds: self._waiting(trial, seconds),
-            )
+            told = partial(self._waiting, trial)
+            return compiled_report(traced, self.topology, shown, told, **self.limits)
         except OutOfBudgetError:
             raise
         except Exception as error:  # the compiler has many exception types
@@ -165,11 +140,6 @@ def jobs_that_fit(max_host_mem: int) -> int:
     """Return how many compilations of so many bytes this machine can do at once, at least 1."""
     by_memory = available_memory() // max_host_mem
     return max(1, min(by_memory, (os.cpu_count() or 1) // CPUS))
-
-
-def samples_per_second(way: Way, batch: int, seconds: float, num_ranks: int) -> float:
-    """Return samples per second of all ranks."""
-    return batch * data_ranks(way.recipe, num_ranks) / seconds if seconds else 0.0
 
 
 def _name(trial: Trial) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from xla_fsdp.preflight.read.report import Report, aligned, full_text
 from xla_fsdp.preflight.search.candidates import Way
@@ -106,21 +104,18 @@ class Tuned:
     def ranking(self) -> list[Candidate]:
         """Return the fastest of each way that fits; then those of which none fits; then those that
         failed."""
-        by_way: dict[Way, list[Candidate]] = {}
-        for each in self.candidates:
-            by_way.setdefault(each.way, []).append(each)
-        return sorted(map(self._foremost, by_way.values()), key=self._rank)
+        best, foremost = self.best, []
+        for way in dict.fromkeys(each.way for each in self.candidates):
+            own = [each for each in self.candidates if each.way == way]
+            fitting = [each for each in own if each.fits(self.chip)]
+            fastest = max(fitting, key=lambda each: each.rate, default=own[0])
+            foremost.append(best if best is not None and best.way == way else fastest)
 
-    def _foremost(self, candidates: Sequence[Candidate]) -> Candidate:
-        if (best := self.best) is not None and best in candidates:
-            return best
-        fitting = [each for each in candidates if each.fits(self.chip)]
-        return max(fitting, key=lambda each: each.rate) if fitting else candidates[0]
+        def rank(candidate: Candidate) -> tuple[bool, bool, bool, float]:
+            is_known, fits = candidate.figures is not None, candidate.fits(self.chip)
+            return candidate != best, not is_known, not fits, -candidate.rate
 
-    def _rank(self, candidate: Candidate) -> tuple[bool, bool, bool, float]:
-        is_known = candidate.figures is not None
-        is_beaten = candidate != self.best
-        return is_beaten, not is_known, not candidate.fits(self.chip), -candidate.rate
+        return sorted(foremost, key=rank)
 
     def reason(self, candidate: Candidate) -> str:
         """Return why a candidate is not the best; empty for the best."""
@@ -148,11 +143,10 @@ class Tuned:
     def cells(self, candidate: Candidate) -> tuple[str, ...]:
         """Return the row of a candidate under ``HEADINGS``."""
         figures, reason = candidate.figures, _cut(self.reason(candidate))
-        name = str(candidate.way)
         if figures is None:
-            return name, "", "", "", "", "", "", reason
+            return str(candidate.way), "", "", "", "", "", "", reason
         return (
-            name,
+            str(candidate.way),
             str(candidate.batch),
             f"{figures.needed / MIB:,.0f}",
             f"{(self.capacity - figures.needed) / MIB:,.0f}",
@@ -176,22 +170,30 @@ class Tuned:
         return "\n".join([*lines, "", *self._answer()]).lstrip("\n")
 
     def _answer(self) -> list[str]:
-        if self.best is None or self.best.report is None:
+        best = self.best
+        if best is None or best.report is None:
             return [self._why_none()]
-        rate = f"{self.rate(self.best):,.0f} {self.unit}/s by estimate"
-        head = f"Fastest that fits: {self.best.way}, batch {self.best.batch}, {rate}"
-        more = [*self._unconfirmed(self.best.rate), *self._other_batches(self.best)]
-        return [head, *more, "", full_text(self.best.report)]
-
-    def _unconfirmed(self, rate: float) -> Iterator[str]:
-        """Yield a line on what may be faster than the best, but was not compiled."""
+        lines = [f"Fastest that fits: {self._named(best)} by estimate"]
         fitting = [each for each in self.candidates if each.fits(self.chip)]
-        if (first := max(fitting, key=lambda each: each.rate)).rate > rate:
-            yield (
-                f"Predicted to be faster: {first.way}, batch {first.batch}, "
-                f"{self.rate(first):,.0f} {self.unit}/s. The search ended before it was compiled "
-                f"in full; the same command again goes on"
+        first = max(fitting, key=lambda each: each.rate)
+        if first.rate > best.rate:
+            lines.append(
+                f"Predicted to be faster: {self._named(first)}. The search ended before it was "
+                f"compiled in full; the same command again goes on"
             )
+        own = [each for each in self.candidates if each.way == best.way and each != best]
+        others = [f"{each.batch}: {self._rate(each)}" for each in own if each in fitting]
+        failing = [each for each in own if each not in fitting]
+        others += [f"{each.batch}: {_cut(self.reason(each))}" for each in failing[:1]]
+        if others:
+            lines.append(f"Other batches of it: {'; '.join(others)}")
+        return [*lines, "", full_text(best.report)]
+
+    def _named(self, candidate: Candidate) -> str:
+        return f"{candidate.way}, batch {candidate.batch}, {self._rate(candidate)}"
+
+    def _rate(self, candidate: Candidate) -> str:
+        return f"{self.rate(candidate):,.0f} {self.unit}/s"
 
     def _why_none(self) -> str:
         reasons = {each.failed for each in self.candidates}
@@ -206,41 +208,29 @@ class Tuned:
         which = "reason" if len(reasons) == 1 else "reasons"
         return f"Nothing runs on {self.topology}: {ways} tried failed, for the {which} above."
 
-    def _other_batches(self, best: Candidate) -> Iterator[str]:
-        """Yield a line on the best way's other batches that fit, and the first that does not or
-        fails."""
-        own = [each for each in self.candidates if each.way == best.way and each != best]
-        fitting = [each for each in own if each.fits(self.chip)]
-        others = [f"{each.batch}: {self.rate(each):,.0f} {self.unit}/s" for each in fitting]
-        failing = [each for each in own if each not in fitting]
-        others += [f"{each.batch}: {_cut(self.reason(each))}" for each in failing[:1]]
-        if others:
-            yield f"Other batches of it: {'; '.join(others)}"
-
     def to_json(self) -> str:
         """Return all that was tried as JSON, and the report on the best in full."""
-        best = self.best
-        report = best.report if best else None
+        report = self.best.report if self.best else None
+        candidates = [
+            {
+                "way": str(each.way),
+                "batch": each.batch,
+                "fits": each.fits(self.chip),
+                "rate": self.rate(each),
+                "compiled": each.report is not None,
+                "reason": self.reason(each),
+                **(asdict(each.figures) if each.figures else {}),
+            }
+            for each in self.candidates
+        ]
         facts = {
             "topology": self.topology,
             "capacity": self.capacity,
             "unit": self.unit,
-            "candidates": [self._facts(each) for each in self.candidates],
+            "candidates": candidates,
             "best": json.loads(report.to_json()) if report else None,
         }
         return json.dumps(facts, indent=1, default=str)
-
-    def _facts(self, candidate: Candidate) -> dict[str, Any]:
-        figures = asdict(candidate.figures) if candidate.figures else {}
-        return {
-            "way": str(candidate.way),
-            "batch": candidate.batch,
-            "fits": candidate.fits(self.chip),
-            "rate": self.rate(candidate),
-            "compiled": candidate.report is not None,
-            "reason": self.reason(candidate),
-            **figures,
-        }
 
 
 def _cut(reason: str) -> str:

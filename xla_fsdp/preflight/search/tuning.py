@@ -24,21 +24,20 @@ from xla_fsdp.preflight.search.candidates import (
     RECIPES,
     Way,
     batch_sizes,
+    data_ranks,
     meshes,
     recipe_of,
     ways,
 )
 from xla_fsdp.preflight.search.prediction import Figures, figures_at
 from xla_fsdp.preflight.search.trials import (
-    Limits,
     OutOfBudgetError,
     Trial,
     Trials,
     jobs_that_fit,
-    samples_per_second,
 )
 from xla_fsdp.preflight.search.tuned import UNTRIED, Candidate, Tuned
-from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
+from xla_fsdp.preflight.topologies import GIB, find_topology
 
 DEPTHS = (4, 8)
 """Layers of the steps that a deeper one is predicted from. Fewer would show first and last layers,
@@ -135,18 +134,24 @@ def tune(
     depth, length = (
         options.get(name, _default(build_step, name)) for name in (depth_option, LENGTH)
     )
-    _check_numbers(BATCH, batches)
-    _check_numbers(depth_option, [] if depth is None else [depth])
-    _check_numbers(LENGTH, [] if length is None else [length])
+    for name, numbers in {BATCH: batches, depth_option: [depth], LENGTH: [length]}.items():
+        known = [each for each in numbers if each is not None]
+        if wrong := [each for each in known if type(each) is not int or each < 1]:
+            raise ValueError(f"{name} is {wrong[0]!r}; give whole numbers, 1 or more")
     for mesh in tried_meshes or ():
-        _check_axes(mesh)
+        if unknown := [str(name) for name in mesh if name not in AXES]:
+            raise ValueError(
+                f"the mesh {dict(mesh)} has an axis {', '.join(unknown)}; name its axes out of "
+                f"{', '.join(AXES)}"
+            )
         mesh_on(slice_, mesh)  # raises ValueError if it has other ranks
     check_installed()
-    limits = Limits(max_host_mem, jobs or jobs_that_fit(max_host_mem), cache_dir, flags)
+    limits = {"max_host_mem": max_host_mem, "cache_dir": cache_dir, "flags": flags}
+    jobs = jobs or jobs_that_fit(max_host_mem)
+    budget = float("inf") if budget is None else budget
     tell = progress or (lambda text: None)
-    trials = Trials(build_step, slice_, depth_option, options, limits, tell)
-    search = _Search(trials, sorted({*batches}), depth)
-    search.start(budget)
+    trials = Trials(build_step, slice_, depth_option, options, jobs, limits, tell)
+    search = _Search(trials, sorted({*batches}), depth, monotonic(), budget)
     given = tried_meshes or meshes(slice_.num_ranks)
     fixed = ways([each for each in recipes if each.mesh is not None], tried)  # have a mesh
     free = [way.on(given[0]) for way in ways([each for each in recipes if not each.mesh], tried)]
@@ -192,21 +197,6 @@ def _check_depth(build_step: Callable[..., Any], option: str, tried: Mapping[str
         raise ValueError(f"{called} has no parameter {option!r} for its number of layers")
 
 
-def _check_numbers(option: str, values: Sequence[Any]) -> None:
-    """Raise ValueError for what cannot be a number of samples, layers or tokens."""
-    if wrong := [each for each in values if type(each) is not int or each < 1]:
-        raise ValueError(f"{option} is {wrong[0]!r}; give whole numbers, 1 or more")
-
-
-def _check_axes(mesh: Mapping[str, int]) -> None:
-    """Raise ValueError for an axis that a search does not know."""
-    if unknown := [str(name) for name in mesh if name not in AXES]:
-        raise ValueError(
-            f"the mesh {dict(mesh)} has an axis {', '.join(unknown)}; name its axes out of "
-            f"{', '.join(AXES)}"
-        )
-
-
 def _default(build_step: Callable[..., Any], name: str) -> int | None:
     """Return a whole number that a parameter has by default; None without one."""
     parameter = inspect.signature(build_step).parameters.get(name)
@@ -216,26 +206,18 @@ def _default(build_step: Callable[..., Any], name: str) -> int | None:
 
 @dataclass(eq=False)
 class _Line:
-    """What is known of one way at batches of several sizes.
-
-    Attributes:
-        figures: of the step in full, predicted from shallow steps or exact, by batch.
-        reports: of those that were compiled in full.
-        failed: why there is nothing more to know.
-        failed_from: the batch from which on that holds.
-        is_loop: whether its program is as long at any depth; None before that was looked at.
-    """
+    """What is known of one way at batches of several sizes."""
 
     way: Way
+    # Of the step in full, predicted from shallow steps or exact, by batch.
     figures: dict[int, Figures] = field(default_factory=dict)
-    reports: dict[int, Report] = field(default_factory=dict)
-    failed: str = ""
-    failed_from: int = 0
-    is_loop: bool | None = None
+    reports: dict[int, Report] = field(default_factory=dict)  # of those compiled in full
+    failed: str = ""  # why there is nothing more to know
+    failed_from: int = 0  # the batch from which on that holds
+    is_loop: bool | None = None  # whether its program is as long at any depth; None: not looked at
 
     def fail(self, reason: str, batch: int) -> None:
-        self.failed = reason
-        self.failed_from = batch if self.reports else 0
+        self.failed, self.failed_from = reason, batch if self.reports else 0
 
     def add(self, batch: int, report: Report) -> None:
         self.reports[batch], self.figures[batch] = report, Figures.of(report)
@@ -259,20 +241,11 @@ class _Search:
     trials: Trials
     batches: Sequence[int]
     depth: int | None  # layers of the step; None if ``build_step`` has no option for them
+    started: float
+    budget: float  # seconds
     lines: list[_Line] = field(default_factory=list)
+    # The way that first traced programs of these digests.
     _first_with: dict[tuple[str, ...], Way] = field(default_factory=dict)
-    """The way that first traced programs of these digests."""
-    _comparing_ends: float = float("inf")
-    _end: float = float("inf")
-
-    @property
-    def topology(self) -> Topology:
-        return self.trials.topology
-
-    def start(self, budget: float | None) -> None:
-        if budget is not None:
-            now = monotonic()
-            self._comparing_ends, self._end = now + FOR_COMPARING * budget, now + budget
 
     # ------------------------------------------------------------ from a few compilations
 
@@ -280,7 +253,7 @@ class _Search:
         """Learn what each way needs at the first batch, and if it fits, at the second."""
         added = [_Line(way) for way in found]
         self.lines += added
-        jobs = self.trials.limits.jobs
+        jobs = self.trials.jobs
         for start in range(0, len(added), jobs):
             some = added[start : start + jobs]
             self._measure(some, self.batches[0])
@@ -290,7 +263,7 @@ class _Search:
 
     def _measure(self, lines: Sequence[_Line], batch: int) -> None:
         is_settled = self._best() is not None and self._unconfirmed() is None
-        self.trials.deadline = self._end if is_settled else self._comparing_ends
+        self.trials.deadline = self.started + self.budget * (1 if is_settled else FOR_COMPARING)
         wanted = {line: self._trials_of(line, batch) for line in lines if not line.failed}
         found = self.trials.run(itertools.chain(*wanted.values()))
         for line, trials in wanted.items():
@@ -341,7 +314,7 @@ class _Search:
 
     def _fits(self, line: _Line, batch: int) -> bool:
         figures = line.figures.get(batch)
-        return figures is not None and figures.fits(self.topology.chip)
+        return figures is not None and figures.fits(self.trials.topology.chip)
 
     # ------------------------------------------------------------ what follows from them
 
@@ -355,7 +328,8 @@ class _Search:
             figures = line.figures_at(batch)
             if figures is None or (line.failed and batch >= line.failed_from):
                 continue
-            rate = samples_per_second(line.way, batch, figures.seconds, self.topology.num_ranks)
+            samples = batch * data_ranks(line.way.recipe, self.trials.topology.num_ranks)
+            rate = samples / figures.seconds if figures.seconds else 0.0
             found.append(Candidate(line.way, batch, figures, rate, line.reports.get(batch)))
         if found and line.failed:  # at a larger batch
             found.append(Candidate(line.way, line.failed_from, failed=line.failed))
@@ -368,7 +342,7 @@ class _Search:
         return list(dict.fromkeys(each.way for each in fitting))[:ON_OTHER_MESHES]
 
     def _fitting(self) -> list[Candidate]:
-        return [each for each in self.candidates() if each.fits(self.topology.chip)]
+        return [each for each in self.candidates() if each.fits(self.trials.topology.chip)]
 
     def _best(self) -> Candidate | None:
         return max(self._fitting(), key=lambda each: each.rate, default=None)
@@ -378,7 +352,7 @@ class _Search:
     def confirm(self) -> None:
         """Compile the fastest that fits in full, until it is one that was compiled so, and so was
         the next larger batch of its way."""
-        self.trials.deadline = self._end
+        self.trials.deadline = self.started + self.budget
         while (wanted := self._unconfirmed()) is not None:
             [line] = [each for each in self.lines if each.way == wanted.way]
             trial = Trial(wanted.way, wanted.batch, self.depth)

@@ -26,9 +26,8 @@ class Program:
     hlo: bytes  # the serialized HLO module, before optimization
     inputs: tuple[Input, ...]  # in the order of the module's parameters
     aliases: tuple[tuple[int, int], ...]  # (input, output) of tensors that are changed in place
-    # Number of elements of each collective's operands, by the name of its instruction.
-    operand_sizes: Mapping[str, int] = field(default_factory=dict)
-    # Unit and phase of each collective, such as "blocks.3: all-gather", by its instruction's name.
+    # Unit and phase of each collective, such as "blocks.3: all-gather", by its instruction's name;
+    # "" where they are not known.
     labels: Mapping[str, str] = field(default_factory=dict)
     # For a program that the compiler is to partition: the rank of each partition. Then ``hlo`` is
     # StableHLO, as MLIR bytecode, lowered by JAX.
@@ -49,7 +48,6 @@ class ParameterTraffic:
 
     name: str  # name of the parameter, or of the first of several that are flattened together
     numel: int  # elements of the unsharded parameter
-    padded: int  # elements with padding
     gathered_bytes: int  # bytes that a rank sends for its gathers
     reduced_bytes: int  # bytes that a rank sends for the reduction of its gradient
     # The ranks that share it, if they fill no box on the torus in order, so that its gradient

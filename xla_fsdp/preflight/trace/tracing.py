@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import gc
-import math
 import os
 import time
 from collections import Counter
@@ -243,16 +242,10 @@ class Recorder:
             Input(roles.get(buffer, DATA), value.numel() * value.element_size())
             for buffer, value in zip(found.buffers, found.values, strict=True)
         )
-        named = Module(lowered_hlo(pending))
+        labels = _labels(Module(lowered_hlo(pending)))
         hlo = without_metadata(program_of(pending))  # lines of source, too: the cache has it
-        return Program(
-            hlo,
-            inputs,
-            tuple(aliases),
-            _operand_sizes(named),
-            _labels(named),
-            others=_sizes_of_others(live, input_of, roles),
-        )
+        others = _sizes_of_others(live, input_of, roles)
+        return Program(hlo, inputs, tuple(aliases), labels, others=others)
 
 
 def _sizes_of_others(
@@ -272,22 +265,10 @@ def _sizes_of_others(
 
 
 def _labels(module: Module) -> dict[str, str]:
-    """Return unit and phase of each collective that has them, by its instruction's name."""
-    found = {
+    return {
         each.name: label_of(each.origin)
         for computation in module.computations.values()
         for each in computation.instructions
-        if each.opcode in KINDS
-    }
-    return {name: label for name, label in found.items() if label}
-
-
-def _operand_sizes(module: Module) -> dict[str, int]:
-    """Return the number of elements of each collective's operands, by its instruction's name."""
-    entry = module.entry
-    return {
-        each.name: sum(math.prod(entry.by_name[name].sizes) for name in each.operands)
-        for each in entry.instructions
         if each.opcode in KINDS
     }
 
@@ -373,7 +354,6 @@ def _parameter_traffic(state: FSDPState) -> Iterator[ParameterTraffic]:
         yield ParameterTraffic(
             name=param.originals[0].names[0],
             numel=layout.numel,
-            padded=layout.padded_numel,
             gathered_bytes=round(gathered * shard_numel * dtype.itemsize),
             reduced_bytes=round(reduced * shard_numel * grad_dtype.itemsize * needs_grad),
             off_torus=off_torus if needs_grad else (),

@@ -55,7 +55,7 @@ class Ends:
     def units(self) -> list[nn.Module]:
         """Return those that are units of their own: in any recipe those that are streamed, and both
         ends of a causal language model."""
-        found = [each for each in self.named.values() if isinstance(each, ENDS)]
+        found: list[Any] = [each for each in self.named.values() if isinstance(each, ENDS)]
         if self.causal_lm is not None:
             both = (self.causal_lm.get_input_embeddings(), self.causal_lm.get_output_embeddings())
             found = [each for each in both if isinstance(each, nn.Module)] + found

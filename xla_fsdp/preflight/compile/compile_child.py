@@ -167,7 +167,7 @@ def _alias(module: Any, pairs: Sequence[Sequence[int]]) -> None:
     from jax._src.lib.mlir import ir
 
     main = next(each for each in module.body.operations if each.name.value == "main")
-    known = (
+    known: list[Any] = (
         list(main.arg_attrs)
         if "arg_attrs" in main.attributes
         else [ir.DictAttr.get({})] * len(main.type.inputs)

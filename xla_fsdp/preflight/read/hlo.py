@@ -27,6 +27,10 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](?:\{([0-9,]*)(?::([^}]*))?
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
 _START = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = ")
 _NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(calls|body|true_computation|false_computation|branch_computations|to_apply)="
+    r"(\{[^}]*\}|%[\w.\-]+)"
+)
 
 
 class Array(NamedTuple):
@@ -230,17 +234,9 @@ class Module:
 
 def _called(each: Instruction) -> list[str]:
     """Return the names of the computations that an instruction runs (not its reducers)."""
-    keys = {
-        "fusion": ("calls",),
-        "while": ("body",),
-        "call": ("to_apply",),
-        "async-start": ("calls",),
-        "conditional": ("true_computation", "false_computation"),
-    }.get(each.opcode, ())
-    names = [each.attribute(key) for key in keys]
-    if each.opcode == "conditional":
-        names += _NAME.findall(each.find(r"branch_computations=\{([^}]*)\}"))
-    return [name for name in names if name]
+    found = _CALLED.findall(each.attributes)
+    wanted = [names for key, names in found if key != "to_apply" or each.opcode == "call"]
+    return [name for names in wanted for name in _NAME.findall(names)]
 
 
 # ---------------------------------------------------------------- parsing

@@ -219,9 +219,6 @@ class _Line:
     def fail(self, reason: str, batch: int) -> None:
         self.failed, self.failed_from = reason, batch if self.reports else 0
 
-    def add(self, batch: int, report: Report) -> None:
-        self.reports[batch], self.figures[batch] = report, Figures.of(report)
-
     def figures_at(self, batch: int) -> Figures | None:
         if batch in self.figures:
             return self.figures[batch]
@@ -243,7 +240,7 @@ class _Search:
     depth: int | None  # layers of the step; None if ``build_step`` has no option for them
     started: float
     budget: float  # seconds
-    lines: list[_Line] = field(default_factory=list)
+    lines: dict[Way, _Line] = field(default_factory=dict)
     # The way that first traced programs of these digests.
     _first_with: dict[tuple[str, ...], Way] = field(default_factory=dict)
 
@@ -252,7 +249,7 @@ class _Search:
     def compare(self, found: Sequence[Way]) -> None:
         """Learn what each way needs at the first batch, and if it fits, at the second."""
         added = [_Line(way) for way in found]
-        self.lines += added
+        self.lines.update(zip(found, added, strict=True))
         jobs = self.trials.jobs
         for start in range(0, len(added), jobs):
             some = added[start : start + jobs]
@@ -267,7 +264,7 @@ class _Search:
         wanted = {line: self._trials_of(line, batch) for line in lines if not line.failed}
         found = self.trials.run(itertools.chain(*wanted.values()))
         for line, trials in wanted.items():
-            self._note(line, batch, [(each, found[each]) for each in trials if each in found])
+            self._note(line, batch, {each: found[each] for each in trials if each in found})
 
     def _trials_of(self, line: _Line, batch: int) -> list[Trial]:
         """Return what to compile to know the step; nothing if that is known or fails."""
@@ -299,14 +296,15 @@ class _Search:
             self.trials.forget(trials)
         return True
 
-    def _note(self, line: _Line, batch: int, found: Sequence[tuple[Trial, Report | str]]) -> None:
+    def _note(self, line: _Line, batch: int, found: Mapping[Trial, Report | str]) -> None:
         by_depth: dict[int, Figures] = {}
-        for trial, outcome in found:
+        for trial, outcome in found.items():
             if isinstance(outcome, str):
-                line.fail(outcome, batch)
+                is_later = bool(line.figures) and not line.reports
+                line.fail(f"batch {batch}: {outcome}" if is_later else outcome, batch)
                 return
             if trial.depth == self.depth:
-                line.add(batch, outcome)
+                line.reports[batch], line.figures[batch] = outcome, Figures.of(outcome)
             else:
                 by_depth[trial.depth or 0] = Figures.of(outcome)
         if len(by_depth) == len(DEPTHS):
@@ -320,7 +318,7 @@ class _Search:
 
     def candidates(self) -> list[Candidate]:
         """Return what is known of each way at each batch."""
-        return [each for line in self.lines for each in self._candidates_of(line)]
+        return [each for line in self.lines.values() for each in self._candidates_of(line)]
 
     def _candidates_of(self, line: _Line) -> list[Candidate]:
         found = []
@@ -354,16 +352,10 @@ class _Search:
         the next larger batch of its way."""
         self.trials.deadline = self.started + self.budget
         while (wanted := self._unconfirmed()) is not None:
-            [line] = [each for each in self.lines if each.way == wanted.way]
-            trial = Trial(wanted.way, wanted.batch, self.depth)
-            outcome = self.trials.run([trial]).get(trial)
-            if outcome is None:  # the budget has ended
+            found = self.trials.run([Trial(wanted.way, wanted.batch, self.depth)])
+            if not found:  # the budget has ended
                 return
-            if isinstance(outcome, str):
-                where = "" if line.reports else f"batch {wanted.batch}: "
-                line.fail(f"{where}{outcome}", wanted.batch)
-            else:
-                line.add(wanted.batch, outcome)
+            self._note(self.lines[wanted.way], wanted.batch, found)
 
     def _unconfirmed(self) -> Candidate | None:
         best = self._best()
@@ -377,8 +369,7 @@ class _Search:
             return None
         # A line does not reach far: small batches may take other times than it says. What is
         # compiled is at most twice the largest batch that is known, or the next one.
-        [line] = [each for each in self.lines if each.way == best.way]
-        most = max(line.figures)
+        most = max(self.lines[best.way].figures)
         beyond = [each for each in own if most < each.batch < wanted.batch]
         near = [each for each in beyond if each.batch <= 2 * most] or beyond[:1]
         return near[-1] if wanted.batch > 2 * most and near else wanted

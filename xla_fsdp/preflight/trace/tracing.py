@@ -76,7 +76,7 @@ def trace_step(build_step: Callable[[], Step], coords: Sequence[Sequence[int]]) 
     earlier = WeakSet(_live_states())
     recorder = Recorder()
     with units_named(), fake_rank(coords, recorder.cut):
-        step = fed(_built(build_step), "to be traced three times")
+        step = fed(build_step(), "to be traced three times")
         recorder.cut()
         step()  # makes the optimizer's state
         recorder.cut()
@@ -99,19 +99,18 @@ def trace_step(build_step: Callable[[], Step], coords: Sequence[Sequence[int]]) 
     return Traced(tuple(recorder.programs), flops, parameters, seconds)
 
 
-def _built(build_step: Callable[[], Step]) -> Step:
-    step = build_step()
+def fed(step: Step, for_what: str) -> Step:
+    """Return a step that raises ValueError, which says ``for_what`` they are needed, if its inputs
+    end.
+
+    Raises:
+        TypeError: if ``step`` is no function.
+    """
     if not callable(step):
         raise TypeError(
             f"build_step() returned a {type(step).__name__}; expected a function that makes one "
             "training step when it is called without arguments"
         )
-    return step
-
-
-def fed(step: Step, for_what: str) -> Step:
-    """Return a step that raises ValueError, which says ``for_what`` they are needed, if its inputs
-    end."""
 
     def told() -> Any:
         try:
@@ -187,7 +186,8 @@ class Recorder:
                 ops.release(tensor, self._hollow.make(held_shape(tensor), tensor.dtype))
             return
         if self._phase is _Phase.RECORDING:
-            self.programs.append(self._program(_distinct(pending), live))
+            distinct = list({tensor_id(tensor): tensor for tensor in pending}.values())
+            self.programs.append(self._program(distinct, live))
         self._replace(pending)
         if self._phase is _Phase.RECORDING:
             self._note_buffers()
@@ -276,10 +276,6 @@ def _labels(module: Module) -> dict[str, str]:
 def _live_tensors() -> list[Tensor]:
     held = ops.let_backward_end()
     return [each for each in ops.live_tensors() if all(each is not h for h in held)]
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({tensor_id(tensor): tensor for tensor in tensors}.values())
 
 
 def _roles() -> dict[int, str]:

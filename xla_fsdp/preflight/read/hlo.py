@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -164,13 +164,6 @@ class Computation:
         """The instruction whose value the computation returns."""
         return next((each for each in self.instructions if each.is_root), self.instructions[-1])
 
-    def source(self, name: str) -> Instruction | None:
-        """Return the instruction that computes a value, looking through copies and conversions."""
-        each = self.by_name.get(name)
-        while each is not None and each.opcode in ("bitcast", "copy", "reshape", "convert"):
-            each = self.by_name.get(each.operands[0])
-        return each
-
 
 @dataclass(frozen=True)
 class Execution:
@@ -287,8 +280,8 @@ def _ints(sizes: str) -> tuple[int, ...]:
 
 
 # ---------------------------------------------------------------- trip counts of loops
-# A loop's counter is the value of its carry that the condition compares with a constant bound, and
-# to which the body adds a constant step. An unknown start is assumed to be 0.
+# A loop's counter is the value of its carry that the condition compares with a bound, and to which
+# the body adds a constant step. An unknown start is assumed to be 0.
 
 
 def _trip_count(
@@ -298,73 +291,54 @@ def _trip_count(
     body = computations.get(loop.attribute("body"))
     if condition is None or body is None:
         return None
-    bound, counter = _bound(computations, condition), _counter(condition)
-    if bound is None or counter is None:
+    lines = [each for each in condition.instructions if each.opcode == "get-tuple-element"]
+    if len(read := {int(each.attribute("index")) for each in lines}) != 1:
         return None
-    step = _step(computations, body, counter)
-    if not step or step < 0:
+    [counter] = read
+
+    def result(of: Computation, count: int) -> int | None:
+        numbers = _Integers(computations, of, lambda _, index: count if index == counter else None)
+        return numbers.value(of.root.name, counter)
+
+    start = _Integers(computations, inside, lambda *_: None).value(loop.operands[0], counter) or 0
+    distance, step = result(condition, start), result(body, 0)
+    if distance is None or not step or step < 0 or result(body, 1) != step + 1:
         return None
-    return max(0, math.ceil((bound - _start(inside, loop, counter)) / step))
+    return max(0, math.ceil(distance / step))
 
 
-def _bound(computations: Mapping[str, Computation], condition: Computation) -> int | None:
-    """Return the constant below which a condition, or a fusion in it, wants the counter to be."""
-    fused = [computations.get(each.attribute("calls")) for each in condition.instructions]
-    lines = [line for found in (condition, *fused) if found for line in found.instructions]
-    directions = {each.attribute("direction") for each in lines if each.opcode == "compare"}
-    bounds = {value for each in lines if (value := _constant(each)) is not None}
-    return bounds.pop() if directions == {"LT"} and len(bounds) == 1 else None
+@dataclass(frozen=True)
+class _Integers:
+    """Integers that a computation makes of constants and parameters."""
 
+    computations: Mapping[str, Computation]
+    inside: Computation
+    parameter: Callable[[int, int], int | None]  # value of one by its number, or of its part
 
-def _counter(condition: Computation) -> int | None:
-    """Return the index of the only value of the carry that a condition reads, else None."""
-    read = {
-        each.attribute("index")
-        for each in condition.instructions
-        if each.opcode == "get-tuple-element"
-    }
-    return int(read.pop()) if len(read) == 1 else None
-
-
-def _step(computations: Mapping[str, Computation], body: Computation, counter: int) -> int | None:
-    if body.root.opcode != "tuple" or counter >= len(body.root.operands):
+    def value(self, name: str, index: int = 0) -> int | None:
+        """Return the value of an instruction, or of a tuple that of this index; of ``a < b`` how
+        far ``a`` is from ``b``; None if it is not known."""
+        each = self.inside.by_name.get(name)
+        if each is None:
+            return None
+        if each.opcode == "constant":
+            return int(each.attributes) if each.attributes.isdigit() else None
+        if each.opcode == "parameter":
+            return self.parameter(int(each.attributes), index)
+        if each.opcode == "get-tuple-element":
+            return self.value(each.operands[0], int(each.attribute("index")))
+        if each.opcode == "tuple":
+            return self.value(each.operands[index])
+        if each.opcode in ("bitcast", "copy", "reshape", "convert"):
+            return self.value(each.operands[0], index)
+        if each.opcode == "fusion":
+            fused = self.computations[each.attribute("calls")]
+            inner = replace(
+                self, inside=fused, parameter=lambda n, at: self.value(each.operands[n], at)
+            )
+            return inner.value(fused.root.name, index)
+        if each.opcode == "add" or each.attribute("direction") == "LT":
+            first, second = map(self.value, each.operands)
+            if first is not None and second is not None:
+                return first + second if each.opcode == "add" else second - first
         return None
-    added, index = body.source(body.root.operands[counter]), 0
-    if added is not None and added.opcode == "get-tuple-element":
-        index = int(added.attribute("index"))
-        added = body.source(added.operands[0])
-    if added is None or added.opcode != "fusion":
-        return None if added is None else _addend(body, added, {})
-    fused = computations[added.attribute("calls")]
-    arguments = {str(number): body.by_name.get(name) for number, name in enumerate(added.operands)}
-    root = fused.root
-    if root.opcode == "tuple":
-        root = fused.by_name[root.operands[index]]
-    return _addend(fused, root, arguments)
-
-
-def _addend(
-    inside: Computation, each: Instruction, arguments: Mapping[str, Instruction | None]
-) -> int | None:
-    """Return the constant that an addition adds; it may be one of the fusion's arguments."""
-    if each.opcode != "add":
-        return None
-    terms = [inside.source(name) for name in each.operands]
-    seen = [
-        arguments.get(term.attributes) if term is not None and term.opcode == "parameter" else term
-        for term in terms
-    ]
-    constants = [value for term in seen if term and (value := _constant(term)) is not None]
-    return constants[0] if len(constants) == 1 else None
-
-
-def _start(inside: Computation, loop: Instruction, counter: int) -> int:
-    state = inside.by_name.get(loop.operands[0])
-    if state is None or state.opcode != "tuple":
-        return 0
-    first = inside.source(state.operands[counter])
-    return (_constant(first) if first else None) or 0
-
-
-def _constant(each: Instruction) -> int | None:
-    return int(each.attributes) if each.opcode == "constant" and each.attributes.isdigit() else None

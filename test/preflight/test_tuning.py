@@ -555,9 +555,9 @@ def both(recipe: Recipe, batch: int, depth: int = 2, length: int = 1) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["no_recipe", "--tune"], "no_recipe cannot be tuned: add the parameter `recipe`, and hand "
-         "it to parallelize(model, optimizer, recipe)\n"),
-        (["nothing_at_all", "--tune"], "and the parameter `batch`, and make so many samples"),
+        (["no_recipe", "--tune"], "cannot be called with recipe, batch: got an unexpected keyword "
+         "argument 'recipe'; a search gives it a recipe, to hand to parallelize(model, "),
+        (["nothing_at_all", "--tune"], "and a batch, the samples of each rank"),
         (["no_recipe", "--budget", "3m"], "--budget: these are of a search; add --tune"),
         (["no_recipe", "--tune", "--run", "3"], "give one of them"),
         (["no_recipe", "--tune", "--topology", "v5e:2x2", "--topology", "v5e:4x4"], "give one"),

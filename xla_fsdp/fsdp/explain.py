@@ -17,6 +17,7 @@ from torch import nn
 
 from xla_fsdp.distributed.packing import Bucket
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_fsdp_modules
+from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import joined
 from xla_fsdp.scan.api import holds_blocks
@@ -122,20 +123,26 @@ class _Unit:
     @property
     def sent(self) -> float:
         """Bytes that a rank sends in a step."""
-        group, settings = self.unit.group, self.unit.settings
-        replicas = group.replicas.num_shards
+        group = self.unit.group
         sent = 0.0
         for number, param in enumerate(group.params):
-            others = group.collectives_of(param).num_shards - 1
-            gathered, reduced = (
-                _bytes(found, number) for found in (group.gather.buckets, self._reduced)
-            )
-            again = others if settings.gathers_in_backward else 0
-            if settings.keeps_larger_shards and group.smaller is not None:
-                within = group.smaller.within.num_shards
-                again = (within - 1) * (others + 1) // within
-            sent += gathered * (others + again) + reduced * (others + 2 * (replicas - 1) / replicas)
+            gathered, reduced = shards_sent(self.unit, param)
+            sent += gathered * _bytes(group.gather.buckets, number)
+            sent += reduced * _bytes(self._reduced, number)
         return sent
+
+
+def shards_sent(unit: FSDPState, param: FSDPParam) -> tuple[int, float]:
+    """Return how many shards of a parameter, and of its gradient, a rank sends in a step: gathered
+    for forward, and for backward if it is resharded between; reduce-scattered, and all-reduced over
+    replicas."""
+    group, settings = unit.group, unit.settings
+    others, replicas = group.collectives_of(param).num_shards - 1, group.replicas.num_shards
+    again = others if settings.gathers_in_backward else 0
+    if settings.keeps_larger_shards and group.smaller is not None:
+        within = group.smaller.within.num_shards
+        again = (within - 1) * (others + 1) // within
+    return others + again, others + 2 * (replicas - 1) / replicas
 
 
 def _bytes(buckets: Iterable[Bucket], number: int | None = None) -> int:

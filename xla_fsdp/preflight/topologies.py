@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,24 +127,15 @@ def find_topology(name: str) -> Topology:
     name = _of_cloud(name) or name
     generation, _, rest = name.partition(":")
     layout, star, count = rest.partition("*")
-    if generation not in CHIPS:
+    chip, shape, slices = CHIPS.get(generation), _sizes(layout), _sizes(count) if star else (1,)
+    if chip is None or len(slices) != 1 or any(map(operator.mod, shape, chip.hosts)):
         raise ValueError(f"{name!r} is no TPU topology; give one of {known_names()}")
-    chip = CHIPS[generation]
-    if star and len(_sizes(count)) != 1:
-        raise ValueError(f"{name!r}: give the number of slices, such as {example(generation)}*2")
-    shape = _sizes(layout)
     if len(shape) != chip.num_axes:
         raise ValueError(
             f"{name!r}: chips of {generation} lie along {chip.num_axes} axes; give a shape such as "
             f"{example(generation)}"
         )
-    if any(size % host for size, host in zip(shape, chip.hosts, strict=True)):
-        hosts = "x".join(map(str, chip.hosts))
-        raise ValueError(
-            f"{name!r} does not consist of whole hosts of {hosts} chips; give a shape such as "
-            f"{example(generation)}"
-        )
-    return Topology(name, chip, shape, int(count) if star else 1)
+    return Topology(name, chip, shape, *slices)
 
 
 _CLOUD_NAME = re.compile(r"(v[0-9]+[a-z]*)-([0-9]+)(\*[0-9]+)?", re.ASCII)
@@ -154,10 +146,10 @@ _CUBE = 4
 
 
 def _of_cloud(name: str) -> str:
-    """Return the name of the topology that Cloud TPU calls ``name``; "" if that is no such name.
+    """Return the name of the topology that Cloud TPU calls ``name``; "" if there is none.
 
     Raises:
-        ValueError: if no shape, or more than one, has so many chips.
+        ValueError: if more than one shape has so many chips.
     """
     match = _CLOUD_NAME.fullmatch(name)
     if match is None:
@@ -168,13 +160,9 @@ def _of_cloud(name: str) -> str:
     chips = int(match[2]) / (2 if generation in _COUNTED_IN_CORES else 1)
     shapes = [shape for shape in _shapes(CHIPS[generation]) if math.prod(shape) == chips]
     names = [f"{generation}:{'x'.join(map(str, shape))}{match[3] or ''}" for shape in shapes]
-    if len(names) == 1:
-        return names[0]
-    if names:
+    if len(names) > 1:
         raise ValueError(f"{name!r} has several shapes; give one of {', '.join(names)}")
-    raise ValueError(
-        f"{name!r} is no slice of whole hosts; give a shape such as {example(generation)}"
-    )
+    return "".join(names)
 
 
 def _shapes(chip: Chip) -> Iterator[tuple[int, ...]]:
@@ -196,7 +184,10 @@ def known_names() -> str:
     names = ", ".join(
         f"{name}:{forms[chip.num_axes]} (such as {example(name)})" for name, chip in CHIPS.items()
     )
-    return f"{names}; with *N for N slices; or Cloud TPU's names (such as v5litepod-16)"
+    return (
+        f"{names}, of whole hosts (2x2 or 2x2x1 chips); with *N for N slices; or Cloud TPU's names "
+        f"(such as v5litepod-16)"
+    )
 
 
 def example(generation: str) -> str:

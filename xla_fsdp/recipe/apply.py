@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
@@ -25,7 +26,13 @@ from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel, models_of_transfo
 from xla_fsdp.nn.activation_checkpoint import checkpoint_module
 from xla_fsdp.optim.held_params import held_elsewhere
 from xla_fsdp.optim.in_backward import step_in_backward
-from xla_fsdp.optim.optimizers import StepWatch, acts_elementwise, needs_closure, steps_elementwise
+from xla_fsdp.optim.optimizers import (
+    StepWatch,
+    acts_elementwise,
+    needs_closure,
+    params_of,
+    steps_elementwise,
+)
 from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.recipe import experts
 from xla_fsdp.recipe.attention import LONG, NAME, WHERE_LONG
@@ -154,7 +161,9 @@ def parallelize(
     ends = stream_ends(model, [each for found in lists.values() for each in found], plan, ignored)
     _cut_experts(model, plan, options)  # after the head's trial, which runs without ranks
     units = [ends.replaced.get(each, each) for found in lists.values() for each in found]
-    options.setdefault("shard_param_on_dim_0", _wants_rows(plan, options))
+    if not options.get("flatten_parameters"):  # stacks and streamed ends are rows
+        rows = any(map(plan.wants, ("scan", "streamed_head", "streamed_embedding")))
+        options.setdefault("shard_param_on_dim_0", rows)
     sharded = _shard(model, units, ends.units(), apart, plan, options, ignored)
     if ends.streams_loss:
         StreamedLoss(ends.causal_lm, ends.causal_lm.get_output_embeddings())
@@ -188,7 +197,10 @@ def _problems(
     policy: Policy | None,
     options: dict[str, Any],
 ) -> Iterator[str]:
-    if sharded := next(_sharded_in(model), None):
+    units = (name or "the model" for name, _ in named_fsdp_modules(model))
+    # A unit of ``fully_shard``, or the module inside of a wrapper, shows by its parameters alone.
+    shards = (name for name, each in model.named_parameters() if is_sharded(each))
+    if sharded := next(chain(units, shards), None):
         yield f"{sharded} is sharded already; give the plain model"
     if owned := [name for name in OWNED if name in options]:
         yield f"{', '.join(owned)} is what a recipe decides; set its fields instead"
@@ -211,7 +223,8 @@ def _problems(
         )
     if recipe.compute_dtype is not None and options.get("compute_dtype") is not None:
         yield "compute_dtype is given, and the recipe has one; give one"
-    if isinstance(optimizer, Optimizer) and not _share_parameters(optimizer, model):
+    own_params = {*model.parameters()}
+    if isinstance(optimizer, Optimizer) and own_params.isdisjoint(params_of(optimizer)):
         yield (
             f"{type(optimizer).__name__} holds no parameter of {type(model).__name__}; make it of "
             f"model.parameters() of this model, or give a function that makes one"
@@ -224,13 +237,6 @@ def _problems(
         )
     if isinstance(optimizer, Optimizer) and (why := _why_no_steps(optimizer)):
         yield why
-
-
-def _sharded_in(model: nn.Module) -> Iterator[str]:
-    """Yield what is sharded, by name; a unit of ``fully_shard``, or the module inside of a wrapper,
-    shows by its parameters alone."""
-    yield from (name or "the model" for name, _ in named_fsdp_modules(model))
-    yield from (name for name, each in model.named_parameters() if is_sharded(each))
 
 
 def _why_no_steps(optimizer: Any) -> str:
@@ -248,11 +254,6 @@ def _why_no_steps(optimizer: Any) -> str:
             f"it by xla_fsdp.optim.ZeroRedundancyOptimizer(params, {kind}, ...)"
         )
     return ""
-
-
-def _share_parameters(optimizer: Optimizer, model: nn.Module) -> bool:
-    own = set(model.parameters())
-    return any(each in own for group in optimizer.param_groups for each in group["params"])
 
 
 def _options_of(recipe: Recipe) -> dict[str, Any]:
@@ -349,13 +350,6 @@ def _equal_lists(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Mo
 # ---------------------------------------------------------------- wrapping and loops
 
 
-def _wants_rows(plan: Plan, options: dict[str, Any]) -> bool:
-    """Return whether shards should be rows: stacks and streamed ends need no other layout then."""
-    if options.get("flatten_parameters"):
-        return False
-    return any(map(plan.wants, ("scan", "streamed_head", "streamed_embedding")))
-
-
 def _shard(
     model: nn.Module,
     units: Sequence[nn.Module],
@@ -448,21 +442,23 @@ def _scan(model: nn.Module, apart: Mapping[str, str], plan: Plan) -> None:
             plan.leave_out("scan", name, why)
             continue
         why_apart = apart.get(name, "")
-        for stacked in [True, False] if plan.wants("stacked") and not why_apart else [False]:
-            how = {"stacked": stacked, "offload_activations": offload}
+        ways = [True, False] if plan.wants("stacked") and not why_apart else [False]
+        how: dict[str, Any] = {"remat": plan.remat, "offload_activations": offload}
+        failed: dict[bool, str] = {}
+        for stacked in ways:
             try:
-                scan_blocks(list(container.children()), remat=plan.remat, **how)
+                scan_blocks(list(container.children()), stacked=stacked, **how)
+                break
             except NoLoopError as error:
-                why = str(error)
-                why_apart = why_apart or why
-                continue
-            for feature in ("scan", *(each for each, is_done in how.items() if is_done)):
-                plan.do(feature, name or plan.kind)
-            if plan.wants("stacked") and not stacked:
-                plan.leave_out("stacked", name, why_apart)
-            break
-        else:
-            plan.leave_out("scan", name, why)
+                failed[stacked] = str(error)
+        if len(failed) == len(ways):
+            plan.leave_out("scan", name, failed[False])
+            continue
+        done = {"scan": True, "stacked": stacked, "offload_activations": offload}
+        for feature in (each for each, is_done in done.items() if is_done):
+            plan.do(feature, name or plan.kind)
+        if plan.wants("stacked") and not stacked:
+            plan.leave_out("stacked", name, why_apart or failed[True])
     if not found:
         plan.leave_out("scan", "", "no list holds units and nothing else")
 
@@ -475,14 +471,12 @@ def _why_no_loop(container: nn.Module) -> str:
     # Heads or tables, of which a forward may use some. What it does not use has no gradient, and
     # optimizers leave it alone; a stack would have zeros there, and decay.
     is_list = isinstance(container, nn.ModuleList)
-    if is_list and all(map(_is_layer, map(module_of, container.children()))):
+    blocks = [module_of(unit) for unit in container.children()]
+    inner = [each for block in blocks for each in block.modules()]
+    is_torchs = all(type(each).__module__.startswith("torch.nn.modules.") for each in inner)
+    if is_list and is_torchs and len(inner) == len(blocks):
         return "its modules are single layers, and no forward need run one after the other"
     return ""
-
-
-def _is_layer(module: nn.Module) -> bool:
-    """Return whether it is a layer of torch's own, with no others inside."""
-    return type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
 
 
 def _why_not_stacked(model: nn.Module, blocks: Sequence[nn.Module], optimizer: Any) -> str:
@@ -532,7 +526,7 @@ def _bind(optimizer: Any, model: XlaFullyShardedDataParallel, plan: Plan) -> Any
     if isinstance(optimizer, Optimizer):
         hold_shards(optimizer)
         own = {id(each) for each in model.parameters()}
-        held = (each for group in optimizer.param_groups for each in group["params"])
+        held = params_of(optimizer)
         if others := sum(id(each) not in own for each in held):
             plan.left_out.append(
                 f"optimizer: {type(optimizer).__name__} holds {others} parameters that the model "

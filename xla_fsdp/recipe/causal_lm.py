@@ -36,22 +36,22 @@ OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 def causal_lm_in(model: nn.Module) -> Any:
     """Return the causal language model of transformers that ``model`` is or wraps, or None."""
-    models = models_of_transformers(model)
-    return next((each for each in models if _has_loss_of_tokens(each)), None)
-
-
-def _has_loss_of_tokens(model: Any) -> bool:
-    is_head = isinstance(model.get_output_embeddings(), nn.Module)
-    return is_head and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    for each in models_of_transformers(model):
+        is_causal = type(each).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        if is_causal and isinstance(each.get_output_embeddings(), nn.Module):
+            return each
+    return None
 
 
 def why_not_streamed(model: Any) -> str:
     """Return why the head of a causal language model cannot compute its loss; empty if it can."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     head, kind = model.get_output_embeddings(), type(model).__name__
     if type(head) not in (nn.Linear, LinearCrossEntropy):
         # With its module, as PEFT has a class Linear, too.
         return f"it is a {type(head).__module__}.{type(head).__name__}, not an nn.Linear"
-    if model.loss_function is not _default_loss():
+    if model.loss_function is not ForCausalLMLoss:
         return f"{kind} has a loss function of its own"
     if "labels" not in inspect.signature(model.forward).parameters:
         return f"the forward of {kind} takes no labels"
@@ -62,12 +62,6 @@ def why_not_streamed(model: Any) -> str:
     except Exception as error:  # a forward may raise anything about a batch without values
         return f"the forward of {kind} could not be tried: {type(error).__name__}: {error}"
     return ""
-
-
-def _default_loss() -> Any:
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    return ForCausalLMLoss
 
 
 def _try_streaming(model: Any) -> None:
@@ -239,15 +233,9 @@ class StreamedLoss:
         count: Any,
         kept: Mapping[str, Any],
     ) -> Any:
-        """Run a forward of the model; its output has no logits.
-
-        Args:
-            call: the forward, with its arguments.
-            labels: what it is given.
-            targets: of the head.
-            count: of targets in the whole batch, if the caller has told it.
-            kept: what of ``OF_THE_LOSS`` the forward is given, and hands on.
-        """
+        """Run a forward of the model, which is given ``labels`` and hands ``kept`` of
+        ``OF_THE_LOSS`` on; its output has no logits. ``count`` is the number of targets in the
+        whole batch, if the caller has told it."""
         self._labels, self._targets, self._count = labels, targets, count
         self._version, self._kept, self._is_taken = version_of(labels), kept, False
         try:

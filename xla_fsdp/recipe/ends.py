@@ -35,22 +35,15 @@ def stream_ends(model: nn.Module, units: Sequence[nn.Module], plan: Plan, ignore
 
 @dataclass
 class Ends:
-    """Heads and embeddings outside of blocks.
-
-    Attributes:
-        named: the modules of ``model`` outside of blocks, by name.
-        causal_lm: the model of transformers that ``model`` is or holds, or None.
-        replaced: streamed ones by the modules whose places they took.
-        streams_loss: whether the loss of ``causal_lm`` is to come from its head.
-    """
+    """Heads and embeddings outside of blocks."""
 
     model: nn.Module
-    named: dict[str, nn.Module]
-    causal_lm: Any
+    named: dict[str, nn.Module]  # modules of ``model`` outside of blocks
+    causal_lm: Any  # the model of transformers that ``model`` is or holds, or None
     plan: Plan
     ignored: Ignored
-    replaced: dict[nn.Module, nn.Module] = field(default_factory=dict)
-    streams_loss: bool = False
+    replaced: dict[nn.Module, nn.Module] = field(default_factory=dict)  # streamed ones, by others
+    streams_loss: bool = False  # whether the loss of ``causal_lm`` is to come from its head
 
     def units(self) -> list[nn.Module]:
         """Return those that are units of their own: in any recipe those that are streamed, and both

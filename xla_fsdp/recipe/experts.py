@@ -19,12 +19,8 @@ READING = ("grouped_mm", "eager")
 
 
 def register(name: str = NAME, capacity: float | None = None) -> None:
-    """Let transformers' mixtures take ``experts_implementation=name``.
-
-    Args:
-        name: for several capacities.
-        capacity: see ``Routes.of``.
-    """
+    """Let transformers' mixtures take ``experts_implementation=name``; ``capacity`` is that of
+    ``Routes.of``."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(name, partial(compute, capacity=capacity))
@@ -42,12 +38,8 @@ def choose(model: Any) -> str:
 
 
 def cut(model: nn.Module, mesh: Mesh, source: int | None = None) -> bool:
-    """Cut experts of transformers' models over the axis ``expert`` of a mesh; return whether there
-    are any.
-
-    Args:
-        source: the rank on the axis whose values are taken; None for those of each rank.
-    """
+    """Cut experts of transformers' models over the axis ``expert`` of a mesh, with the values of
+    the rank ``source`` on it, or of each rank; return whether there are any."""
     plan = {name: ExpertParallel() for name in whole(model)}
     if plan:
         parallelize_module(model, mesh[EXPERT], plan, src_data_rank=source)

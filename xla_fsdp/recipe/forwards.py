@@ -30,12 +30,9 @@ from xla_fsdp.scan.errors import REFUSALS
 def watch_forwards(model: XlaFullyShardedDataParallel, plan: Plan) -> None:
     """Run forwards of ``model`` again that raise what another way of running them would not.
 
-    Args:
-        model: all of it, with its units.
-        plan: told about each loop that has to go, from then on, unless its recipe says that there
-            have to be loops; and about units that are read, which are gathered from then on for as
-            long as a forward runs. Forwards without gradients, as those of an evaluation that
-            leaves blocks out, run blocks one by one for themselves.
+    Units that are read are gathered from then on for as long as a forward runs. Loops that cannot
+    be are gone from then on, unless the recipe sets them; forwards without gradients, as those of
+    an evaluation that leaves blocks out, run blocks one by one for themselves.
     """
     inner = unbound_forward(model)
 

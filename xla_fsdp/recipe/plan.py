@@ -19,24 +19,14 @@ _logger = logging.getLogger("xla_fsdp")
 
 @dataclass
 class Plan:
-    """A recipe for a model.
+    """What becomes of a recipe for a model."""
 
-    Args:
-        recipe: as it was asked for.
-        kind: class of the model.
-
-    Attributes:
-        done: where each feature is.
-        left_out: a line for each feature that the model does not allow.
-        report: what ``explain`` prints.
-    """
-
-    recipe: Recipe
-    kind: str
-    done: dict[str, list[str]] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    recipe: Recipe  # as it was asked for
+    kind: str  # class of the model
+    done: dict[str, list[str]] = field(default_factory=dict)  # where each feature is
+    left_out: list[str] = field(default_factory=list)  # a line for each that there cannot be
     title: str = ""
-    report: list[str] = field(default_factory=list)
+    report: list[str] = field(default_factory=list)  # what ``explain`` prints
 
     def wants(self, feature: str) -> bool:
         return self.recipe.wants(feature)

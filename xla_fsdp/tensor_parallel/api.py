@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from xla_fsdp.distributed.collectives import XlaCollectives, broadcast_
 from xla_fsdp.distributed.mesh import as_mesh
@@ -274,16 +274,11 @@ def _local(
 ) -> nn.Parameter:
     value = param.detach()
     if source is not None and not value.is_meta and axis.size > 1:
-        value = _broadcast_from(value, axis, source)
+        value = value.clone()
+        # broadcast_ sends the values of rank 0, so count ranks from the source.
+        rank = (axis.local_rank - source) % axis.size
+        broadcast_([value], XlaCollectives(axis.groups, rank, axis.size), ops.device())
     value = placement.slice_of(value, axis.local_rank).clone()
     local = nn.Parameter(value, requires_grad=param.requires_grad)
     vars(local).update(vars(param))  # attributes of the user, such as a mark for weight decay
     return local
-
-
-def _broadcast_from(value: Tensor, axis: AxisComm, source: int) -> Tensor:
-    copy = value.clone()
-    # broadcast_ sends the values of rank 0, so count ranks from the source.
-    rank = (axis.local_rank - source) % axis.size
-    broadcast_([copy], XlaCollectives(axis.groups, rank, axis.size), ops.device())
-    return copy

@@ -225,14 +225,8 @@ class _RowLosses(Function):
 
 
 class _LocalClasses:
-    """The classes of this rank.
-
-    Attributes:
-        is_target: whether each local logit is that of the row's target, [rows, classes] bool.
-        weights: weights of the local classes, [1, classes].
-        total_weight: sum of the weights of all classes.
-        num_classes: global number of classes.
-    """
+    """The classes of this rank: whether each local logit is that of the row's target, [rows,
+    classes] bool, and their weights, [1, classes]."""
 
     def __init__(self, axis: AxisComm, logits: Tensor, goal: Tensor, weight: Tensor | None) -> None:
         classes = logits.shape[1]

@@ -26,17 +26,11 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class ParamCut:
-    """How a style distributes one parameter.
-
-    Args:
-        owner: the module that has the parameter.
-        attribute: its name in this module.
-        dim: dim along which it is sharded; None if it is replicated.
-    """
+    """How a style distributes one parameter of a module."""
 
     owner: nn.Module
-    attribute: str
-    dim: int | None
+    attribute: str  # its name in this module
+    dim: int | None  # along which it is sharded; None if it is replicated
 
     @property
     def param(self) -> nn.Parameter:

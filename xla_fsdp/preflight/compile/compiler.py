@@ -37,16 +37,11 @@ class CompileError(RuntimeError):
 
 
 class _FailsAgainError(CompileError):
-    """A failure of the program, not of this machine: kept in the cache.
-
-    Args:
-        reason: what is told.
-        max_host_mem: the limit in bytes that was too low, if that is the reason.
-    """
+    """A failure of the program, not of this machine: kept in the cache."""
 
     def __init__(self, reason: str, max_host_mem: int | None = None) -> None:
         super().__init__(reason)
-        self.max_host_mem = max_host_mem
+        self.max_host_mem = max_host_mem  # the limit in bytes that was too low, if that is why
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,8 @@ def compile_program(
     check_installed()
     if not program.partition_order:  # JAX adds no flags to its programs, torch_xla does
         flags = f"{topology.init_args} {flags}".strip()
-    folder = Path(cache_dir or _default_cache_dir())
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(cache_dir or base / "xla_fsdp" / "preflight")
     entry = folder / f"{_key(program, topology, flags)}.json.gz"
     known = _read(entry)
     if isinstance(known, Compiled):
@@ -164,11 +160,6 @@ def available_memory() -> int:
 # ---------------------------------------------------------------- the cache
 
 
-def _default_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "xla_fsdp" / "preflight"
-
-
 def _key(program: Program, topology: Topology, flags: str) -> str:
     versions = [importlib.metadata.version(name) for name in ("libtpu", "jaxlib")]
     facts = [program.digest, topology.name, flags, *versions]
@@ -212,18 +203,21 @@ def _write_request(folder: Path, program: Program, topology: Topology) -> None:
 
 def compiler_environment(topology: Topology, flags: str = "") -> dict[str, str]:
     """Return environment variables with which the TPU compiler works without a TPU."""
+    return child_environment(
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_ACCELERATOR_TYPE=topology.chip.accelerator,
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_WORKER_ID="0",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        LIBTPU_INIT_ARGS=flags,
+    )
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """Return the environment of a process with JAX: this one's, without what is for torch_xla."""
     unwanted = ("PJRT_DEVICE", "XLA_FLAGS", "TPU_MEGACORE")
     inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
-    return {
-        **inherited,
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": topology.chip.accelerator,
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_WORKER_ID": "0",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": flags,
-    }
+    return {**inherited, "JAX_PLATFORMS": "cpu", **more}
 
 
 def _run_child(

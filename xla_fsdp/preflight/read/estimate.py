@@ -25,15 +25,10 @@ def estimate(
     offloaded_bytes: int,
     topology: Topology,
 ) -> StepTime:
-    """Estimate the time of a step that runs these programs.
+    """Estimate the time of a step that runs these programs, with all their collectives.
 
-    Args:
-        modules: the programs.
-        collectives: those of all programs.
-        model_flops: of forward and backward.
-        offloaded_bytes: memory of the host that a rank uses. Each byte counts as stored and read
-            once, also where a program uses it several times, as in several backward passes.
-        topology: that of the ranks.
+    Each byte of the host's memory that a rank uses counts as stored and read once, also where a
+    program uses it several times, as in several backward passes.
     """
     compute = sum(sum(_compute_seconds(module, topology)) for module in modules)
     wire = {True: 0.0, False: 0.0}

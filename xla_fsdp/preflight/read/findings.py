@@ -88,13 +88,8 @@ def about_reductions(collectives: Sequence[Collective]) -> Iterator[str]:
 
 
 def about_bytes(wire: int, minimum: int, *, activations: bool) -> Iterator[str]:
-    """Report more traffic than the parameters need, and say how it can be less.
-
-    Args:
-        wire: bytes that are sent.
-        minimum: bytes that the parameters need, in the dtypes that units gather them in.
-        activations: whether tensor parallelism also sends activations.
-    """
+    """Report more bytes than the parameters need, which are ``minimum`` in the dtypes that units
+    gather them in, and say how it can be less; tensor parallelism also sends activations."""
     more = minimum and wire > 1.05 * minimum and wire - minimum >= WORTH_SAYING
     if more and activations:
         yield (

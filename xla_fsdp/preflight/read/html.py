@@ -96,13 +96,8 @@ def _version(package: str) -> str:
 def page(
     reports: Sequence[Report], failed: Sequence[Failed] = (), about: Mapping[str, str] | None = None
 ) -> str:
-    """Return an HTML page.
-
-    Args:
-        reports: of the runs that compiled.
-        failed: the other runs.
-        about: of ``about_run``.
-    """
+    """Return an HTML page of the runs that compiled, and of the others; ``about`` is of
+    ``about_run``."""
     verdicts = [{"fits": "yes" if each.fits else "no"} for each in reports]
     lost = (
         f'<p><span class="no">{escape(each.run)}</span>: {escape(each.error)}</p>'

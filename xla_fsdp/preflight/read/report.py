@@ -201,17 +201,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Failed:
-    """A run of which there is no report.
-
-    Args:
-        topology: name of the slice.
-        options: of the user's function, as text.
-        error: what was raised.
-    """
+    """A run of which there is no report."""
 
     topology: str
-    options: Mapping[str, Any]
-    error: str
+    options: Mapping[str, Any]  # of the user's function, as text
+    error: str  # what was raised
 
     @property
     def run(self) -> str:

@@ -135,13 +135,7 @@ def _num_slices(each: Instruction) -> int:
 
 
 def _wire_bytes(kind: str, sent: int, size: int) -> int:
-    """Return the bytes that a rank sends in a ring of ``size`` ranks.
-
-    Args:
-        kind: as in ``Collective``.
-        sent: bytes of each rank's operands.
-        size: number of ranks.
-    """
+    """Return the bytes that a rank sends in a ring, of operands of ``sent`` bytes."""
     return {
         "all-gather": (size - 1) * sent,
         "all-reduce": 2 * (size - 1) * sent // size,

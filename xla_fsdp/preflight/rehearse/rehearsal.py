@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from xla_fsdp.preflight.api import check_options, describe_options, mesh_on
-from xla_fsdp.preflight.compile.compiler import available_memory, check_installed
+from xla_fsdp.preflight.compile.compiler import available_memory
 from xla_fsdp.preflight.read.report import options_text
 from xla_fsdp.preflight.rehearse.virtual_chips import VirtualChips
 from xla_fsdp.preflight.topologies import GIB, Topology, find_topology
@@ -53,18 +53,8 @@ def run_on_chips(
     chips: VirtualChips,
     args: Sequence[Any] = (),
 ) -> list[Any]:
-    """Call ``fn(rank, *args)`` on every rank of a slice that is not there.
-
-    Ranks run one after the other, until each needs the others.
-
-    Args:
-        fn: as for ``launch``; it should return host values.
-        coords: coordinates of every rank on the torus.
-        chips: where programs run.
-        args: further arguments of ``fn``, shared by all ranks.
-
-    Returns:
-        What ``fn`` has returned, in rank order.
+    """Call ``fn(rank, *args)``, as ``launch`` does, on every rank of a slice that is not there, one
+    after the other until each needs the others; return what it has returned, in rank order.
 
     Raises:
         RankError: if a rank failed.
@@ -184,7 +174,6 @@ def rehearse(
     if mesh is not None:
         options = {"mesh": mesh_on(slice_, mesh), **options}
     check_options(build_step, options)
-    check_installed()
     from xla_fsdp.distributed.process_state import RandomState
     from xla_fsdp.xla.virtual_ranks import prepare_devices  # loads torch_xla
 
@@ -234,6 +223,9 @@ def _needs(
     show: Callable[[str], None],
 ) -> Needs:
     """Trace a step as one rank does, which takes no memory, and compile it."""
+    import torch
+    from torch.utils.benchmark import Timer
+
     from xla_fsdp.preflight.trace.tracing import trace_step
 
     show("tracing a step as one rank")
@@ -243,12 +235,14 @@ def _needs(
     largest = max(chips.memory(program.hlo, slice_.num_ranks) for program in traced.programs)
     compiling = time.monotonic() - started
     held = max(sum(each.nbytes for each in program.inputs) for program in traced.programs)
-    flops = REMAT * traced.model_flops / chips.flops_per_second()
+    matrix = torch.ones(1024, 1024)
+    product = Timer("matrix @ matrix", globals={"matrix": matrix}).timeit(3).mean
+    forward_and_backward = REMAT * traced.model_flops * product / (2 * 1024**3)
     return Needs(
         memory=largest + 2 * slice_.num_ranks * held + OVERHEAD,  # held, and on their way
         available=available_memory(),
         compile_seconds=compiling,
-        step_seconds=slice_.num_ranks * (traced.seconds + flops),
+        step_seconds=slice_.num_ranks * (traced.seconds + forward_and_backward),
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,7 +35,6 @@ def main(argv: Sequence[str]) -> int:
         "compile": chips.compile,
         "run": chips.run,
         "memory": chips.memory,
-        "speed": chips.speed,
     }
     while True:
         try:
@@ -90,19 +88,6 @@ class _Chips:
         found = compiled.get_compiled_memory_stats()
         each = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
         return len(devices) * int(each)
-
-    def speed(self) -> float:
-        """Return the FLOPs per second of a matrix product in float32."""
-        import jax
-        import jax.numpy as jnp
-
-        size, times = 1024, 3
-        product = jax.jit(lambda x: x @ x)
-        x = product(jnp.ones((size, size), jnp.float32)).block_until_ready()
-        started = time.monotonic()
-        for _ in range(times):
-            x = product(x * 0).block_until_ready()
-        return times * 2 * size**3 / (time.monotonic() - started)
 
     def _put(self, value: Any, device: Any) -> Any:
         import jax

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xla_fsdp.preflight.compile.compiler import check_installed, kill_first
+from xla_fsdp.preflight.compile.compiler import check_installed, child_environment, kill_first
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,9 +56,10 @@ class VirtualChips:
         self._ranks_of: list[int] = []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``close``)
         self._connection, theirs = Pipe()
+        flags = f"--xla_force_host_platform_device_count={num_chips} {QUICK_COMPILE}"
         self._child = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.run_child", str(theirs.fileno())],
-            env=_environment(num_chips),
+            env=child_environment(XLA_FLAGS=flags),
             pass_fds=[theirs.fileno()],
             stdout=self._log,
             stderr=self._log,
@@ -68,13 +68,7 @@ class VirtualChips:
         kill_first(self._child)
 
     def execute(self, requests: Sequence[Request]) -> list[list[Tensor]]:
-        """Run the program of all ranks, or of one of them.
-
-        Args:
-            requests: of each rank; the programs must be equal.
-
-        Returns:
-            The outputs of each rank.
+        """Run the program of all ranks, or of one of them; return the outputs of each.
 
         Raises:
             RuntimeError: if the ranks' programs differ, or the child refuses or has ended.
@@ -95,10 +89,6 @@ class VirtualChips:
     def memory(self, hlo: bytes, num_ranks: int) -> int:
         """Compile a program; return the bytes that a run of it takes for all ranks together."""
         return int(self._ask("memory", self._compiled(hlo, num_ranks)))
-
-    def flops_per_second(self) -> float:
-        """Measure how fast this machine multiplies matrices, all devices together."""
-        return float(self._ask("speed"))
 
     def close(self) -> None:
         """End the child."""
@@ -143,13 +133,6 @@ class VirtualChips:
             f"the process with the virtual chips ended with exit code {self._child.returncode} "
             f"(-9: out of memory); its last lines:\n{tail}"
         )
-
-
-def _environment(num_chips: int) -> dict[str, str]:
-    unwanted = ("PJRT_DEVICE", "XLA_FLAGS")
-    inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
-    flags = f"--xla_force_host_platform_device_count={num_chips} {QUICK_COMPILE}"
-    return {**inherited, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
 def same_program(programs: Sequence[bytes]) -> bytes:

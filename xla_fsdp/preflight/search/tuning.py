@@ -126,7 +126,14 @@ def tune(
             f"{', '.join(own)}: a search chooses these; give what to try, as "
             f"choices={{{own[0]!r}: [{options[own[0]]!r}]}}"
         )
-    check_contract(build_step, {**options, **{name: each[0] for name, each in tried.items()}})
+    try:
+        tried_first = {name: each[0] for name, each in tried.items()}
+        check_options(build_step, {RECIPE: None, BATCH: 1, **options, **tried_first})
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; a search gives it a {RECIPE}, to hand to parallelize(model, optimizer, "
+            f"recipe), and a {BATCH}, the samples of each rank"
+        ) from None
     recipes = [recipe_of(each) for each in tried.pop(RECIPE, RECIPES)]
     batches = [*tried.pop(BATCH, batch_sizes(_default(build_step, BATCH) or 1))]
     options |= {name: tried.pop(name)[0] for name in [*tried] if len(tried[name]) == 1}
@@ -168,24 +175,6 @@ def tune(
     except KeyboardInterrupt as error:
         raise InterruptedSearch(tuned()) from error
     return tuned()
-
-
-def check_contract(build_step: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise ValueError if ``build_step`` takes no recipe, no batch, or not the options."""
-    parameters = inspect.signature(build_step).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    missing = [name for name in (RECIPE, BATCH) if name not in parameters and not takes_all]
-    if missing:
-        called = getattr(build_step, "__name__", type(build_step).__name__)
-        what = {
-            RECIPE: "`recipe`, and hand it to parallelize(model, optimizer, recipe)",
-            BATCH: "`batch`, and make so many samples for each rank",
-        }
-        raise ValueError(
-            f"{called} cannot be tuned: add the parameter "
-            + "; and the parameter ".join(what[name] for name in missing)
-        )
-    check_options(build_step, {RECIPE: None, BATCH: 1, **options})
 
 
 def _check_depth(build_step: Callable[..., Any], option: str, tried: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from xla_fsdp.distributed.collectives import Collectives, XlaCollectives
 from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import current_pass, label_of, units_named
+from xla_fsdp.fsdp.explain import shards_sent
 from xla_fsdp.nn.attention import splash
 from xla_fsdp.nn.experts import megablox
 from xla_fsdp.nn.forward_weight import with_whole_weights
@@ -320,9 +321,7 @@ def _count_flops(step: Step) -> int:
 
 
 # ---------------------------------------------------------------- the least traffic
-# This counts, without padding and as sent in rings: each parameter gathered for its forward, and
-# again for backward if it is resharded between; its gradient reduce-scattered once, and its shard
-# all-reduced over replicas. Remat needs no further gathers; an embedding that sends rows, not its
+# This counts without padding. Remat needs no further gathers; an embedding that sends rows, not its
 # table, may need less.
 
 
@@ -336,13 +335,9 @@ def _states() -> list[FSDPState]:
 
 
 def _parameter_traffic(state: FSDPState) -> Iterator[ParameterTraffic]:
-    group = state.group
-    replicas = group.replicas.num_shards
-    for param in group.params:
-        by = group.collectives_of(param)
-        gathered = by.num_shards - 1 + _gathered_for_backward(state, by)
-        reduced = by.num_shards - 1 + 2 * (replicas - 1) / replicas
-        off_torus = _off_torus(by)
+    for param in state.group.params:
+        gathered, reduced = shards_sent(state, param)
+        off_torus = _off_torus(state.group.collectives_of(param))
         layout, needs_grad = param.packing.layout, param.leaf.requires_grad
         shard_numel = layout.numel / layout.num_shards
         dtype = param.compute_dtype or param.leaf.dtype
@@ -355,16 +350,6 @@ def _parameter_traffic(state: FSDPState) -> Iterator[ParameterTraffic]:
             off_torus=off_torus if needs_grad else (),
             is_tensor_parallel=any(original.is_cut for original in param.originals),
         )
-
-
-def _gathered_for_backward(state: FSDPState, by: Collectives) -> int:
-    """Return how many shards a rank sends when parameters are gathered again for backward."""
-    if not state.settings.reshards_after_forward:
-        return 0
-    smaller = state.group.smaller
-    if smaller is None:
-        return by.num_shards - 1
-    return (smaller.within.num_shards - 1) * smaller.across.num_shards
 
 
 def _off_torus(collectives: Collectives) -> tuple[int, ...]:

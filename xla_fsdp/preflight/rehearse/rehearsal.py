@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import math
 import time
+import timeit
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -224,7 +225,6 @@ def _needs(
 ) -> Needs:
     """Trace a step as one rank does, which takes no memory, and compile it."""
     import torch
-    from torch.utils.benchmark import Timer
 
     from xla_fsdp.preflight.trace.tracing import trace_step
 
@@ -236,7 +236,7 @@ def _needs(
     compiling = time.monotonic() - started
     held = max(sum(each.nbytes for each in program.inputs) for program in traced.programs)
     matrix = torch.ones(1024, 1024)
-    product = Timer("matrix @ matrix", globals={"matrix": matrix}).timeit(3).mean
+    product = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=4))
     forward_and_backward = REMAT * traced.model_flops * product / (2 * 1024**3)
     return Needs(
         memory=largest + 2 * slice_.num_ranks * held + OVERHEAD,  # held, and on their way

@@ -418,13 +418,21 @@ def _part(module: Module, inside: Computation, each: Instruction) -> str:
         return "optimizer"
     if any(opcode.startswith(("all-", "collective-", "reduce-scatter")) for opcode in opcodes):
         return "collectives"
-    sources = (inside.source(name) for name in each.operands)
+    sources = (_source(inside, name) for name in each.operands)
     if any(source and source.opcode.startswith("collective-permute") for source in sources):
         return "sums in rings"
     arithmetic = any(line.opcode in _ARITHMETIC and "f" in "".join(line.dtypes) for line in lines)
     if arithmetic or opcodes - _MOVES - {"convert"}:
         return "others"
     return "casts" if "convert" in opcodes else "copies"
+
+
+def _source(inside: Computation, name: str) -> Instruction | None:
+    """Return the instruction that computes a value, looking through copies and conversions."""
+    each = inside.by_name.get(name)
+    while each is not None and each.opcode in ("bitcast", "copy", "reshape", "convert"):
+        each = inside.by_name.get(each.operands[0])
+    return each
 
 
 _ARITHMETIC = frozenset({"add", "subtract", "multiply", "select", "clamp", "compare"})

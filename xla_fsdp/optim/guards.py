@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import os
 import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from functools import partial
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +38,7 @@ from torch.nn.utils import parametrize
 from torch.optim.optimizer import Optimizer
 
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
+from xla_fsdp.distributed.replacing import surround
 from xla_fsdp.fsdp.engine.load_hooks import (
     MARK,
     PLACES,
@@ -56,7 +60,7 @@ from xla_fsdp.fsdp.engine.param import (
 from xla_fsdp.fsdp.engine.shard_tensor import SavedShard, ShardView, is_part, is_sharded
 from xla_fsdp.fsdp.engine.thread import package_code
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
-from xla_fsdp.optim.optimizers import check_steps, steps_elementwise
+from xla_fsdp.optim.optimizers import check_steps, params_of, steps_elementwise
 from xla_fsdp.xla import ops
 
 # Process-wide, not by rank, as are the functions that are replaced.
@@ -76,14 +80,28 @@ def _install_once() -> None:
     ops.refuse_reduce_gradients_of(is_part)
     ops.before_gather_with_gradient(_warn_of_gather)
     ops.before_master_saves(_refuse_master_save)
-    _guard_optimizer_state_dicts()
     _guard("clip_grad_norm_", _refuse_shards)
     _guard("get_total_norm", _count_all_ranks)
     _guard("clip_grads_with_norm_", _need_gradients_of_shards)
-    _guard_saves()
-    _guard_conversions()
-    parametrize.register_parametrization = _of_full_parameters(parametrize.register_parametrization)
-    parametrize.remove_parametrizations = _to_parameters(parametrize.remove_parametrizations)
+    # Not hooks, which each optimizer would need: torch has none for all of them.
+    surround(Optimizer, "state_dict", _optimizer_state_dict)
+    surround(Optimizer, "load_state_dict", _load_optimizer_state_dict)
+    surround(torch, "save", partial(_save, "torch.save"))
+    for name in ("dump", "dumps"):
+        surround(pickle, name, partial(_save, f"pickle.{name}"))
+    # Not around save_file and save, which scripts have imported by name before. Which of these
+    # they call depends on the version.
+    for name in {"_flatten", "_flatten_as_ptr"} & set(vars(safetensors.torch)):
+        surround(safetensors.torch, name, partial(_save, "safetensors.torch"))
+    surround(nn.Module, "load_state_dict", _load_state_dict)
+    surround(DistributedDataParallel, "__init__", _refuse_ddp)
+    surround(parametrize, "register_parametrization", _register_parametrization)
+    surround(parametrize, "remove_parametrizations", _remove_parametrizations)
+    surround(
+        torch.__future__,
+        "get_swap_module_params_on_conversion",
+        lambda original: original() and not _without_swaps.get(),
+    )
 
 
 def _warn_of_gather() -> None:
@@ -98,20 +116,17 @@ def _warn_of_gather() -> None:
 def _guard(name: str, instead: Callable[[list[Tensor]], Callable[..., Any] | None]) -> None:
     """Let a function of ``torch.nn.utils``, under both names that it may have, first show
     ``instead`` its tensors; that may return what is to be called in its place."""
-    original = getattr(torch.nn.utils, name)
-    signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
+    def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
         first, tensors = next(iter(bound.arguments.items()))
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         refuse_shown(given, f"torch.nn.utils.{name}")
         bound.arguments[first] = given
         return (instead(given) or original)(*bound.args, **bound.kwargs)
 
-    setattr(torch.nn.utils, name, guarded)
-    setattr(torch_clip_grad, name if hasattr(torch_clip_grad, name) else f"_{name}", guarded)
+    surround(torch.nn.utils, name, guarded)
+    surround(torch_clip_grad, name if hasattr(torch_clip_grad, name) else f"_{name}", guarded)
 
 
 def _count_all_ranks(given: list[Tensor]) -> Callable[..., Tensor] | None:
@@ -133,39 +148,34 @@ def _refuse_shards(given: list[Tensor]) -> None:
     check_gradients([known_group(param) for param in given], "clip_grad_norm_")
 
 
-def _of_full_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def guarded(module: Any, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
-        given = getattr(module, tensor_name, None)
-        if isinstance(given, Tensor) and is_sharded(given):
-            raise RuntimeError(
-                f"a parametrization of {tensor_name} was registered, which is a shard by now. It "
-                f"would compute with this rank's part. Register parametrizations before sharding: "
-                f"the unit then shards what they compute from"
-            )
-        was_parameter = tensor_name in module._parameters
-        result = original(module, tensor_name, *args, **kwargs)
-        if was_parameter:
-            module.parametrizations[tensor_name].of_parameter = True
-        return result
-
-    return guarded
+def _register_parametrization(
+    original: Callable[..., Any], module: Any, tensor_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    given = getattr(module, tensor_name, None)
+    if isinstance(given, Tensor) and is_sharded(given):
+        raise RuntimeError(
+            f"a parametrization of {tensor_name} was registered, which is a shard by now. It "
+            f"would compute with this rank's part. Register parametrizations before sharding: "
+            f"the unit then shards what they compute from"
+        )
+    was_parameter = tensor_name in module._parameters
+    result = original(module, tensor_name, *args, **kwargs)
+    if was_parameter:
+        module.parametrizations[tensor_name].of_parameter = True
+    return result
 
 
-def _to_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+def _remove_parametrizations(
+    original: Callable[..., Any], module: Any, tensor_name: str, *args: Any, **kwargs: Any
+) -> Any:
     """PEFT puts parametrizations on in a forward and takes them off; torch then makes an unsharded
     tensor a buffer, as it is no nn.Parameter. It is to be the parameter that it was."""
-
-    @functools.wraps(original)
-    def removed(module: Any, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
-        known = getattr(module, "parametrizations", {})
-        was_parameter = tensor_name in known and hasattr(known[tensor_name], "of_parameter")
-        result = original(module, tensor_name, *args, **kwargs)
-        if was_parameter and tensor_name in result._buffers:
-            result._parameters[tensor_name] = result._buffers.pop(tensor_name)
-        return result
-
-    return removed
+    known = getattr(module, "parametrizations", {})
+    was_parameter = tensor_name in known and hasattr(known[tensor_name], "of_parameter")
+    result = original(module, tensor_name, *args, **kwargs)
+    if was_parameter and tensor_name in result._buffers:
+        result._parameters[tensor_name] = result._buffers.pop(tensor_name)
+    return result
 
 
 # ---------------------------------------------------------------- saves and loads
@@ -181,39 +191,14 @@ _INSTEAD = (
 )
 
 
-def _guard_saves() -> None:
-    """Put the guards around functions that write state dicts, and around torch's that load them."""
-    torch.save = _warned("torch.save", torch.save)
-    for name in ("dump", "dumps"):
-        setattr(pickle, name, _warned(f"pickle.{name}", getattr(pickle, name)))
-    _warn_in_safetensors()
-    nn.Module.load_state_dict = _explained(nn.Module.load_state_dict)  # type: ignore[method-assign]
-    _refuse_ddp()
-
-
-def _warned(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``original``, which writes its first argument, warn of shards, and refuse to write those
-    of several ranks to one path."""
-
-    @functools.wraps(original)
-    def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if holds_shards(obj) and ops.world_size() > 1:
-            file = args[0] if args else kwargs.get("f")
-            if isinstance(file, str | os.PathLike):
-                _refuse_shared_file(os.path.abspath(file))
-            _warn(name, obj)
-        return original(obj, *args, **kwargs)
-
-    return save
-
-
-def _warn_in_safetensors() -> None:
-    # Not around save_file and save, which scripts have imported by name before. Which of these
-    # they call depends on the version.
-    with contextlib.suppress(ModuleNotFoundError):
-        module = importlib.import_module("safetensors.torch")
-        for name in {"_flatten", "_flatten_as_ptr"} & set(vars(module)):
-            setattr(module, name, _warned("safetensors.torch", getattr(module, name)))
+def _save(name: str, original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """Warn of shards, and refuse to write those of several ranks to one path."""
+    if holds_shards(obj) and ops.world_size() > 1:
+        file = args[0] if args else kwargs.get("f")
+        if isinstance(file, str | os.PathLike):
+            _refuse_shared_file(os.path.abspath(file))
+        _warn(name, obj)
+    return original(obj, *args, **kwargs)
 
 
 def _warn(name: str, obj: Any) -> None:
@@ -223,7 +208,7 @@ def _warn(name: str, obj: Any) -> None:
             f"one of each rank, can be loaded on as many ranks, and not be merged. "
             f"{_INSTEAD}. To merge files of shards later, save model.get_shard_metadata() with "
             f"them by torch.save, as {METADATA!r}",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -253,7 +238,7 @@ def holds_shards(obj: Any, depth: int = 0) -> bool:
     if isinstance(obj, nn.Module):
         return any(map(is_part, obj.parameters()))
     if isinstance(obj, Optimizer):
-        return any(is_part(param) for group in obj.param_groups for param in group["params"])
+        return any(map(is_part, params_of(obj)))
     if isinstance(obj, Mapping) and (PLACES in obj or any(_marks(obj, PLACES))):
         return True
     if isinstance(obj, Mapping | list | tuple) and depth < DEPTH:
@@ -270,21 +255,18 @@ def _marks(state: Any, key: str) -> list[Any]:
     return [each.get(key) for each in modules if isinstance(each, Mapping)]
 
 
-def _explained(original: Callable[..., Any]) -> Callable[..., Any]:
+def _load_state_dict(
+    original: Callable[..., Any], module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Say in the error of a load why shapes differ, where it is this package's doing."""
-
-    @functools.wraps(original)
-    def load_state_dict(module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with package_code():  # torch compares shapes, of shards here
-                return original(module, state_dict, *args, **kwargs)
-        except RuntimeError as error:
-            why = _why(module, state_dict) if "size mismatch" in str(error) else ""
-            if not why:
-                raise
-            raise RuntimeError(f"{error}\n{why}") from None
-
-    return load_state_dict
+    try:
+        with package_code():  # torch compares shapes, of shards here
+            return original(module, state_dict, *args, **kwargs)
+    except RuntimeError as error:
+        why = _why(module, state_dict) if "size mismatch" in str(error) else ""
+        if not why:
+            raise
+        raise RuntimeError(f"{error}\n{why}") from None
 
 
 def _why(module: nn.Module, state: Any) -> str:
@@ -321,21 +303,17 @@ def _is_inside_of_a_wrapper(module: nn.Module) -> bool:
     return any(is_sharded(p) and known_group(p) not in groups for p in module.parameters())
 
 
-def _refuse_ddp() -> None:
-    original = DistributedDataParallel.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if any(map(is_sharded, module.parameters())):
-            raise ValueError(
-                f"DistributedDataParallel was put around a {type(module).__name__} that is "
-                "sharded: it would average shards, which are different parts of the parameters. "
-                "Leave it out, gradients are averaged already; for replicas of a sharded model "
-                "give it a mesh, init_mesh((2, 4), ('replica', 'shard'))"
-            )
-        original(self, module, *args, **kwargs)
-
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+def _refuse_ddp(
+    original: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    if any(map(is_sharded, module.parameters())):
+        raise ValueError(
+            f"DistributedDataParallel was put around a {type(module).__name__} that is "
+            "sharded: it would average shards, which are different parts of the parameters. "
+            "Leave it out, gradients are averaged already; for replicas of a sharded model "
+            "give it a mesh, init_mesh((2, 4), ('replica', 'shard'))"
+        )
+    original(self, module, *args, **kwargs)
 
 
 # ---------------------------------------------------------------- state dicts of optimizers
@@ -344,46 +322,51 @@ _translated: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 """The last place of the order in which an optimizer has loaded state."""
 
 
-class _Own(threading.local):
-    order = False
-
-
-_own = _Own()
+# Ranks on CPU are threads, each of which has a context of its own.
+_own_order: ContextVar[bool] = ContextVar("own_order", default=False)
+_without_swaps: ContextVar[bool] = ContextVar("without_swaps", default=False)
 
 
 @contextlib.contextmanager
-def in_own_order() -> Iterator[None]:
-    """State dicts that this rank loads in the block are in this package's order, and checked."""
-    before, _own.order = _own.order, True
+def _set(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
     try:
         yield
     finally:
-        _own.order = before
+        flag.reset(token)
 
 
-def _guard_optimizer_state_dicts() -> None:
-    """Let every optimizer's state dict tell which shards it is of from now on, and its
-    ``load_state_dict`` check and translate."""
-    read: Callable[..., dict[str, Any]] = Optimizer.state_dict
-    load: Callable[..., None] = Optimizer.load_state_dict
+def in_own_order() -> AbstractContextManager[None]:
+    """State dicts that this rank loads in the block are in this package's order, and checked."""
+    return _set(_own_order)
 
-    @functools.wraps(read)
-    def state_dict(optimizer: Optimizer) -> dict[str, Any]:
-        state, places = read(optimizer), _places_in(optimizer)
-        return {**state, PLACES: places} if places else state
 
-    @functools.wraps(load)
-    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        return load(optimizer, fitting(optimizer, state_dict))
+def without_swaps() -> AbstractContextManager[None]:
+    """Let conversions inside the block change the data of parameters, as torch does by default.
 
-    # Not hooks, which each optimizer would need: torch has none for all of them.
-    Optimizer.state_dict = state_dict  # type: ignore[method-assign, assignment]
-    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
+    ``torch.__future__.set_swap_module_params_on_conversion(True)`` asks for swaps of tensors
+    instead, so that parameters stay the same objects. Shards do so anyway, and torch refuses to
+    swap tensors to which there are weak references, as there are to every shard.
+    """
+    return _set(_without_swaps)
+
+
+def _optimizer_state_dict(
+    original: Callable[..., dict[str, Any]], optimizer: Optimizer
+) -> dict[str, Any]:
+    """Let the state dict tell which shards it is of."""
+    state, places = original(optimizer), _places_in(optimizer)
+    return {**state, PLACES: places} if places else state
+
+
+def _load_optimizer_state_dict(
+    original: Callable[..., None], optimizer: Optimizer, state_dict: dict[str, Any]
+) -> None:
+    original(optimizer, fitting(optimizer, state_dict))
 
 
 def _places_in(optimizer: Optimizer) -> Places:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    known = [(known_shard(param), known_group(param)) for param in params]
+    known = [(known_shard(param), known_group(param)) for param in params_of(optimizer)]
     return places_of(
         (param, group.collectives_of(param))
         for param, group in known
@@ -400,7 +383,7 @@ def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """
     live = [group["params"] for group in optimizer.param_groups]
     groups = state_dict.get("param_groups", ())
-    if _own.order or [len(own) for own in live] != [len(g["params"]) for g in groups]:
+    if _own_order.get() or [len(own) for own in live] != [len(g["params"]) for g in groups]:
         return state_dict  # of another number, torch tells
     refuse_other_places(state_dict.get(PLACES), _places_in(optimizer), "the optimizer's state dict")
     numbers = [list(group["params"]) for group in groups]
@@ -478,43 +461,3 @@ _UNKNOWN_ORDER = (
     "file the model was loaded, lists those of an outer unit first. Create the optimizer from "
     "model.parameters(), load the model's state dict and then, once, the optimizer's"
 )
-
-
-# ---------------------------------------------------------------- conversions
-
-
-class _Inside(threading.local):  # CPU ranks are threads, and the setting is the process's
-    count = 0
-
-
-_inside = _Inside()
-
-
-@contextlib.contextmanager
-def without_swaps() -> Iterator[None]:
-    """Let conversions inside the block change the data of parameters, as torch does by default.
-
-    ``torch.__future__.set_swap_module_params_on_conversion(True)`` asks for swaps of tensors
-    instead, so that parameters stay the same objects. Shards do so anyway, and torch refuses to
-    swap tensors to which there are weak references, as there are to every shard.
-    """
-    _inside.count += 1
-    try:
-        yield
-    finally:
-        _inside.count -= 1
-
-
-def _guard_conversions() -> None:
-    """Make torch's setting answer False inside of ``without_swaps``."""
-    future = torch.__future__
-    future.get_swap_module_params_on_conversion = _unless_inside(
-        future.get_swap_module_params_on_conversion
-    )
-
-
-def _unless_inside(original: Callable[[], bool]) -> Callable[[], bool]:
-    def get() -> bool:
-        return original() and not _inside.count
-
-    return get

@@ -72,6 +72,17 @@ def params_of(optimizer: optim.Optimizer) -> list[Any]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def shallow_copy(
+    optimizer: optim.Optimizer, state: Mapping[Any, Any], groups: list[dict[str, Any]]
+) -> Any:
+    """Return a copy of ``optimizer`` with this state and these groups."""
+    # Not copy.copy, for which optimizers keep nothing but state, groups and defaults.
+    copy: Any = object.__new__(type(optimizer))
+    vars(copy).update(vars(optimizer))
+    copy.state, copy.param_groups = state, groups
+    return copy
+
+
 def device_options(optimizer_class: Callable[..., optim.Optimizer]) -> dict[str, Any]:
     """Return options with which an optimizer's step is traced as one program."""
     # Rprop otherwise selects elements by a mask, and ASGD reads its rate and its counts; both need
@@ -272,9 +283,7 @@ def _made(
     """Return the states that the optimizer's own code makes for ``params``."""
     for param in params:
         param.grad = torch.zeros_like(param)
-    copy: Any = object.__new__(type(optimizer))
-    vars(copy).update(vars(optimizer))
-    copy.state = defaultdict(dict)
+    copy = shallow_copy(optimizer, defaultdict(dict), optimizer.param_groups)
     lists = len(inspect.signature(copy._init_group).parameters) - 1
     with torch.no_grad():
         copy._init_group({**group, "params": params}, *([] for _ in range(lists)))

@@ -28,7 +28,13 @@ from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, NamedShard
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded
 from xla_fsdp.optim.clip_grad import Slices, clip_grads_by_norm_
 from xla_fsdp.optim.optimizers import is_elementwise, make_state, params_of
-from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
+from xla_fsdp.optim.rank_groups import (
+    Groups,
+    average_,
+    check_groups,
+    find_slice_problems,
+    own_group,
+)
 from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer, free
 from xla_fsdp.state.optim import read_optimizer
 from xla_fsdp.state.optim_api import ShardNames, load_full, to_full
@@ -105,9 +111,11 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         if not known:
             _warn_about_whole(optimizer_class)
         self.is_sliced = known
-        checked = check_groups(groups)
-        self._ranks = own_group(checked)
-        self.slices = ParamSlices(_collectives(self._ranks, None if groups is None else checked))
+        self._groups = check_groups(groups)
+        self._ranks = own_group(self._groups)
+        self.slices = ParamSlices(
+            _collectives(self._ranks, None if groups is None else self._groups)
+        )
         self._averaged = gradients_are_averaged
         self._reduced: _Reduced | None = None
         super().__init__(params, optimizer_class, defaults)
@@ -267,26 +275,19 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
                     "would be lost. Clip after the last change, or drop what was clipped by this "
                     "optimizer's zero_grad()"
                 )
+        grads = [_grad(param) for param in params]
         if not self.is_sliced:
-            grads = self._average_in_place(params)
+            self._average(grads)
         elif self._averaged:
-            grads = self.slices.cut(params, [_grad(param) for param in params])
+            grads = self.slices.cut(params, grads)
         else:
             grads = self.slices.reduce_scatter_grads(params)
         self._reduced = _Reduced(params, grads)
         return self._reduced
 
-    def _average_in_place(self, params: list[nn.Parameter]) -> list[Tensor]:
-        """Set the parameters' own gradients to the averages, and return them."""
-        grads = [_grad(param) for param in params]
+    def _average(self, grads: list[Tensor]) -> None:
         if not self._averaged:
-            # Make slices for the collectives below; the inner optimizer steps none.
-            for param in params:
-                self.slices.of(param)
-            means = self.slices.all_gather(params, self.slices.reduce_scatter_grads(params))
-            for grad, mean in zip(grads, means, strict=True):
-                grad.copy_(mean)
-        return grads
+            average_(grads, self._groups)
 
     def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
         reduced = self._reduce(strict=True)
@@ -311,7 +312,7 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         with torch.enable_grad():
             loss = closure()
         with torch.no_grad():
-            self._average_in_place(self._with_grad())
+            self._average([_grad(param) for param in self._with_grad()])
             if not isinstance(loss, Tensor):
                 return loss
             ranks = self.slices.collectives

@@ -28,13 +28,10 @@ from torch.optim import Optimizer
 
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase
 from xla_fsdp.fsdp.engine.transitions import UnitState
+from xla_fsdp.optim.guards import in_own_order
 from xla_fsdp.optim.optimizers import params_of, shallow_copy
 from xla_fsdp.state.model import full_state_dict, load_full_state_dict, load_sharded_state_dict
-from xla_fsdp.state.optim_api import (
-    cut_optim_state_dict,
-    load_optim_state_dict,
-    sharded_optim_state_dict,
-)
+from xla_fsdp.state.optim_api import cut_optim_state_dict, sharded_optim_state_dict
 from xla_fsdp.state.optim_api import optim_state_dict as full_optim_state_dict
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -190,10 +187,9 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
         chosen = _wrappers(model)[0]._chosen
         full = chosen is None or chosen.state_dict_type is FULL
         cut = cut_optim_state_dict(model, optim, optim_state_dict, full=full)
-        if load_directly and full:
-            load_optim_state_dict(model, optim, optim_state_dict)
-        elif load_directly:
-            optim.load_state_dict(cut)
+        if load_directly:
+            with in_own_order():
+                optim.load_state_dict(cut)
         return cut
 
 

@@ -12,8 +12,6 @@ than it had when it was saved. Hyperparameters are replaced, as in torch.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +32,7 @@ from xla_fsdp.fsdp.engine.param import StackPart, held_shape, known_shard
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of
 from xla_fsdp.optim.guards import in_own_order
-from xla_fsdp.optim.optimizers import takes_found_inf
+from xla_fsdp.optim.optimizers import params_of
 
 PLAIN = (bool, int, float, str, type(None))
 NOT_OPTIONS = ("params", "param_names")
@@ -45,12 +43,7 @@ def params_by_key(
     sharded: Iterable[tuple[str, Tensor]], named: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Tensor]:
     """Return every parameter once, by key; a stacked one as its slice. The first of several names
-    for one shard is its key, as in ``get_shard_metadata()``.
-
-    Args:
-        sharded: the result of ``model.get_original_names_and_sharded_parameters()``.
-        named: ``model.named_parameters()``, for those that are not sharded.
-    """
+    for one shard is its key, as in ``get_shard_metadata()``. ``named`` is for what is unsharded."""
     keys: dict[int, tuple[str, Tensor]] = {}
     for name, param in (*sharded, *named):
         if not is_stack(param):  # its slices are in ``sharded``
@@ -60,11 +53,7 @@ def params_by_key(
 
 class OptimizerParams:
     """Maps keys of parameters to *leaves*: the tensors that an optimizer steps, parameters or
-    stacks of them.
-
-    Args:
-        params: parameters by key, from ``params_by_key``.
-    """
+    stacks of them."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._leaves = {key: _leaf_of(param) for key, param in params.items()}
@@ -102,15 +91,8 @@ def _leaf_of(param: Tensor) -> tuple[Tensor, StackPart | None]:
 
 
 def read_optimizer(optimizer: Optimizer, params: Mapping[str, Tensor]) -> OptimizerState:
-    """Return the groups and state of ``optimizer``; tensors are detached, but not copied.
-
-    Args:
-        optimizer: any whose state is tensors and plain values.
-        params: the model's, from ``params_by_key``. They need not all be in the optimizer.
-
-    Raises:
-        ValueError: with every line of ``find_problems``.
-    """
+    """Return the groups and state of ``optimizer``; tensors are detached, but not copied. Not all
+    of ``params``, the model's from ``params_by_key``, need be in the optimizer."""
     raise_if(find_problems(optimizer, params))
     known = OptimizerParams(params)
     groups = tuple(
@@ -253,15 +235,8 @@ def write_optimizer(
 ) -> None:
     """Replace the groups' options and the state of ``optimizer``, also before its first step.
 
-    Args:
-        optimizer: of the same parameters in the same groups as ``state``.
-        params: the model's, by key.
-        state: tensors of kind ``SHARD`` must have the shape of the parameter.
-        cast: keys of parameters whose state gets the dtype that the optimizer's own
-            ``load_state_dict`` gives it.
-
-    Raises:
-        ValueError: with every problem found; nothing has been changed then.
+    ``cast`` are keys of parameters whose state gets the dtype that the optimizer's own
+    ``load_state_dict`` gives it.
     """
     given = torch_state_dict(optimizer, params, state)
     # torch's own method runs hooks, and subclasses override it; but it casts state to the dtypes of
@@ -270,7 +245,7 @@ def write_optimizer(
         optimizer.load_state_dict(
             {**given, "state": {index: dict(values) for index, values in given["state"].items()}}
         )
-    order = [param for group in optimizer.param_groups for param in group["params"]]
+    order = params_of(optimizer)
     known = OptimizerParams(params)
     for index, values in given["state"].items():
         is_cast = not set(cast).isdisjoint(known.keys(order[index]))
@@ -286,11 +261,10 @@ def write_optimizer(
 def torch_state_dict(
     optimizer: Optimizer, params: Mapping[str, Tensor], state: OptimizerState
 ) -> dict[str, Any]:
-    """Return a copy of ``state`` in the form that ``optimizer.load_state_dict`` takes, by the
-    numbers of parameters. Arguments and errors are those of ``write_optimizer``."""
+    """Return a copy of ``state`` in the form that ``optimizer.load_state_dict`` takes."""
     raise_if(find_write_problems(optimizer, params, state))
     known = OptimizerParams(params)
-    order = [param for group in optimizer.param_groups for param in group["params"]]
+    order = params_of(optimizer)
     found = [[state.states.get(key) for key in known.keys(param)] for param in order]
     return {
         "param_groups": _torch_groups(optimizer, state),
@@ -412,66 +386,6 @@ def _as_in(live: Any, value: Any) -> Any:
     if isinstance(live, tuple) and isinstance(value, list) and len(live) == len(value):
         return tuple(_as_in(*pair) for pair in zip(live, value, strict=True))
     return value
-
-
-@torch.no_grad()
-def create_state(optimizer: Optimizer, *, by_scaler: bool = True) -> None:
-    """Create the state that an optimizer otherwise creates in its first step, for every trainable
-    parameter that has none. Parameters and gradients do not change.
-
-    This makes a step with zero gradients and a learning rate of 0, and sets step counts back to 0.
-    An SGD with dampening then starts from a momentum of zero rather than from its first gradient.
-
-    Args:
-        optimizer: any.
-        by_scaler: pass ``found_inf`` if ``step`` takes it, as a gradient scaler does; such an
-            optimizer has more state then.
-
-    Raises:
-        ValueError: if a step needs a closure.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    waiting = [param for param in params if param.requires_grad and not optimizer.state.get(param)]
-    if not waiting:
-        return
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{type(optimizer).__name__} cannot make its state ahead of a step, which needs a "
-            f"closure; make a step before its state is loaded"
-        )
-    values = [param.clone() for param in waiting]
-    with _learning_rate_zero(optimizer, params):
-        for param in waiting:
-            param.grad = torch.zeros_like(param)
-        if by_scaler and takes_found_inf(optimizer):
-            found_inf = torch.zeros((), device=waiting[0].device)
-            optimizer.step(found_inf=found_inf)  # type: ignore[call-overload]
-        else:
-            optimizer.step()
-    for param, value in zip(waiting, values, strict=True):
-        param.copy_(value)
-        state = optimizer.state[param]
-        for name in {"step", UNSHARDED + "step"} & state.keys():
-            state[name] = state[name] * 0
-
-
-@contextlib.contextmanager
-def _learning_rate_zero(optimizer: Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
-    """Inside the block, no parameter has a gradient and all learning rates are 0."""
-    grads = [param.grad for param in params]
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    for param in params:
-        param.grad = None
-    for group, rate in rates:
-        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-    try:
-        yield
-    finally:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        for group, rate in rates:
-            group["lr"] = rate
 
 
 def same_value(a: Any, b: Any) -> bool:

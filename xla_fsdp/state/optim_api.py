@@ -8,7 +8,6 @@ of them. Gathering takes one collective per unit and state name.
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,11 +29,9 @@ from xla_fsdp.fsdp.engine.module_state import named_shards, reshard_units
 from xla_fsdp.fsdp.engine.param import all_joined, own_parts
 from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.stacked_params import slice_of
-from xla_fsdp.optim.optimizers import takes_found_inf
+from xla_fsdp.optim.optimizers import needs_closure, params_of, takes_found_inf
 from xla_fsdp.state.model import cut_outside_units, refuse_cut_outside
 from xla_fsdp.state.optim import (
-    OptimizerParams,
-    create_state,
     params_by_key,
     raise_if,
     read_optimizer,
@@ -61,7 +58,7 @@ def optim_state_dict(
             tensor parallelism has cut and no unit shards, or state that has neither the shape of a
             shard nor one element (as Adafactor's row and column statistics of a shard).
     """
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    held = set(map(id, params_of(optimizer)))
     outside = [each for each in cut_outside_units(model) if id(each.param) in held]
     refuse_cut_outside(outside, "optim_state_dict")
     state = read_optimizer(optimizer, _params(model))
@@ -81,24 +78,15 @@ def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping
     Raises:
         ValueError: with every name, group or shape that does not fit; nothing has been changed.
     """
-    load_full(optimizer, _params(model), _names(model), state)
+    write_optimizer(optimizer, *_to_load(model, optimizer, state, full=True))
 
 
 def cut_optim_state_dict(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, full: bool
 ) -> dict[str, Any]:
-    """Return ``state`` in the form that ``optimizer.load_state_dict`` takes; load nothing.
-
-    Args:
-        model: the sharded model.
-        optimizer: the optimizer of its parameters.
-        state: a result of ``optim_state_dict`` (``full``) or of ``sharded_optim_state_dict``.
-        full: whether ``state`` is unsharded.
-    """
-    params = _params(model)
-    with state_made(optimizer, params, state, restore=True) as template:
-        cut = from_full(state, template, _names(model)) if full else from_shards(state, template)
-        return torch_state_dict(optimizer, params, cut)
+    """Return ``state``, a result of ``optim_state_dict`` (``full``) or of
+    ``sharded_optim_state_dict``, in the form that ``optimizer.load_state_dict`` takes."""
+    return torch_state_dict(optimizer, *_to_load(model, optimizer, state, full=full))
 
 
 def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -116,14 +104,18 @@ def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str
 def load_sharded_optim_state_dict(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Load a result of ``sharded_optim_state_dict`` on this rank, of as many ranks.
+    """Load a result of ``sharded_optim_state_dict`` on this rank, of as many ranks."""
+    write_optimizer(optimizer, *_to_load(model, optimizer, state, full=False))
 
-    Raises:
-        ValueError: with every name, group or shape that does not fit.
-    """
+
+def _to_load(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, full: bool
+) -> tuple[dict[str, Tensor], OptimizerState]:
+    """Return the model's parameters by key, and ``state`` of this rank's shards."""
     params = _params(model)
-    with state_made(optimizer, params, state) as template:
-        write_optimizer(optimizer, params, from_shards(state, template))
+    template = _template(optimizer, params, state)
+    own = from_full(state, template, _names(model)) if full else from_shards(state, template)
+    return params, own
 
 
 def _params(model: nn.Module) -> dict[str, Tensor]:
@@ -167,17 +159,8 @@ def _names(model: nn.Module) -> ShardNames:
 
 
 def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None) -> dict[str, Any]:
-    """Return the state dict of the original model's optimizer, by original names, on the CPU.
-
-    Args:
-        state: of this rank's optimizer.
-        names: of the model's parameters.
-        only: the rank, among those that share the parameters, that gets the result; others get an
-            empty one (default: all get it).
-
-    Raises:
-        ValueError: for state that cannot be gathered.
-    """
+    """Return the state dict of the original model's optimizer, by original names, on the CPU; on
+    ranks other than ``only``, among those that share the parameters, an empty one."""
     raise_if(list(_ungatherable(state, names)))
     shards = list(names.shards.values())
     shown = only is None or all(shard.is_of(only) for shard in shards)
@@ -209,17 +192,7 @@ def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None
 def from_full(
     full: Mapping[str, Any], template: OptimizerState, names: ShardNames
 ) -> OptimizerState:
-    """Shard a full state for this rank's optimizer.
-
-    Args:
-        full: a result of ``to_full``, on any number of ranks.
-        template: state of the optimizer to load, which has the kind of each entry.
-        names: of the model's parameters.
-
-    Raises:
-        ValueError: with every problem found.
-    """
-    raise_if(list(_malformed(full)))
+    """Shard a result of ``to_full``, on any number of ranks, for this rank's optimizer."""
     reader = _Reader(full, template, names)
     state = OptimizerState(
         tuple(reader.group(part) for part in full["param_groups"]),
@@ -230,16 +203,7 @@ def from_full(
 
 
 def from_shards(given: Mapping[str, Any], template: OptimizerState) -> OptimizerState:
-    """Read a result of ``sharded_optim_state_dict``; ``write_optimizer`` checks whether it fits.
-
-    Args:
-        given: the state dict.
-        template: state of the optimizer to load, which has the kind of each entry.
-
-    Raises:
-        ValueError: if ``given`` does not have the form of an optimizer's state dict.
-    """
-    raise_if(list(_malformed(given)))
+    """Read a result of ``sharded_optim_state_dict``; ``write_optimizer`` checks whether it fits."""
     groups = tuple(
         GroupRecord(tuple(part["params"]), {n: v for n, v in part.items() if n != "params"})
         for part in given["param_groups"]
@@ -262,42 +226,51 @@ def from_shards(given: Mapping[str, Any], template: OptimizerState) -> Optimizer
 def load_full(
     optimizer: Optimizer, params: Mapping[str, Tensor], names: ShardNames, full: Mapping[str, Any]
 ) -> None:
-    """Load a full state, of any number of ranks, into this rank's optimizer, which need not have
-    made a step; raise ValueError with every problem found, before anything is changed."""
-    with state_made(optimizer, params, full) as template:
-        write_optimizer(optimizer, params, from_full(full, template, names))
+    """Load a full state, of any number of ranks, into this rank's optimizer."""
+    write_optimizer(optimizer, params, from_full(full, _template(optimizer, params, full), names))
 
 
-@contextlib.contextmanager
-def state_made(
-    optimizer: Optimizer, params: Mapping[str, Tensor], given: Any, *, restore: bool = False
-) -> Iterator[OptimizerState]:
-    """Yield the optimizer's state, after creating what a first step would, to load ``given`` into.
-
-    Created state is removed again if the block raises, and always with ``restore``.
-    """
-    without = [leaf for leaf in OptimizerParams(params).leaves if not optimizer.state.get(leaf)]
-    _create_for(given, optimizer, without)
-    failed = True
+@torch.no_grad()
+def _template(optimizer: Optimizer, params: Mapping[str, Tensor], given: Any) -> OptimizerState:
+    """Return the state of ``optimizer``, and of parameters without any that of a first step, which
+    tells what of ``given`` is sharded. Nothing changes."""
+    raise_if(list(_malformed(given)))
+    own = params_of(optimizer)
+    without = [param for param in own if param.requires_grad and not optimizer.state.get(param)]
+    if without and needs_closure(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot make its state ahead of a step, which needs a "
+            f"closure; make a step before its state is loaded"
+        )
+    grads, values = [param.grad for param in own], [param.clone() for param in without]
+    wanted = {name for values in given["state"].values() for name in values}
+    # Those of torch_xla.amp.syncfree have other entries where a scaler made the steps.
+    ways = (True, False) if takes_found_inf(optimizer) else (False,)
     try:
-        yield read_optimizer(optimizer, params)
-        failed = False
+        for by_scaler in ways if without else ():
+            _step_by_zero(optimizer, without, by_scaler=by_scaler)
+            if wanted == {name for param in without for name in optimizer.state.get(param, ())}:
+                break
+        return read_optimizer(optimizer, params)
     finally:
-        for param in without if failed or restore else ():
+        for param, grad in zip(own, grads, strict=True):
+            param.grad = grad
+        for param, value in zip(without, values, strict=True):
+            param.copy_(value)
             optimizer.state.pop(param, None)
 
 
-def _create_for(given: Any, optimizer: Optimizer, without: Sequence[Tensor]) -> None:
-    """Create state with the entries that ``given`` has, which tell whether a scaler made the steps
-    (optimizers of ``torch_xla.amp.syncfree`` have other entries then)."""
-    create_state(optimizer)
-    if not takes_found_inf(optimizer) or list(_malformed(given)):
-        return
-    made = {name for param in without for name in optimizer.state.get(param, ())}
-    if made and made != {name for values in given["state"].values() for name in values}:
-        for param in without:
-            optimizer.state.pop(param, None)
-        create_state(optimizer, by_scaler=False)
+def _step_by_zero(optimizer: Optimizer, params: Sequence[Tensor], *, by_scaler: bool) -> None:
+    """Step ``params``, which have no state, by gradients of zeros."""
+    for param in params_of(optimizer):
+        param.grad = None
+    for param in params:
+        optimizer.state.pop(param, None)
+        param.grad = torch.zeros_like(param)
+    if by_scaler:
+        optimizer.step(found_inf=torch.zeros((), device=params[0].device))  # type: ignore[call-overload]
+    else:
+        optimizer.step()
 
 
 @dataclass(frozen=True)

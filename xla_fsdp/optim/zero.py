@@ -202,12 +202,10 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             ValueError: if ``norm_type`` is not positive.
         """
         grads = self._reduce().grads
-        if self.is_sliced:
-            sliced = [Slices(grads, [self.slices.collectives])]
-            return clip_grads_by_norm_(sliced, [], max_norm, norm_type)
-        norm = clip_grads_by_norm_([], grads, max_norm, norm_type)
-        # Scaling changed the parameters' own gradients; note the versions that step may use.
-        self._reduced = _Reduced(self._with_grad(), grads)
+        by = [self.slices.collectives] if self.is_sliced else []
+        norm = clip_grads_by_norm_([Slices(grads, by)], max_norm, norm_type)
+        if not self.is_sliced:  # the parameters' own gradients have changed
+            self._reduced = _Reduced(self._with_grad(), grads)
         return norm
 
     def state_dict(self) -> dict[str, Any]:

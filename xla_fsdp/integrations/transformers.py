@@ -57,8 +57,7 @@ def install() -> None:
 
 
 def is_sharded(trainer: Any) -> bool:
-    """Return whether a trainer's model is wrapped, as it is from the first training or evaluation
-    on."""
+    """Return whether a trainer's model is wrapped: from its first training or evaluation on."""
     return isinstance(trainer.model, XlaFullyShardedDataParallel)
 
 

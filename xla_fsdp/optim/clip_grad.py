@@ -81,24 +81,9 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Return the norm of gradients, as one vector over all ranks; every rank must call it.
-
-    Like ``torch.nn.utils.get_total_norm``, which this replaces for shards.
-
-    Args:
-        tensors: gradients, as they are in ``param.grad``, or parameters. Copies are not known to be
-            parts of something.
-        norm_type: p of the p-norm, or ``float("inf")``.
-        error_if_nonfinite: raise if the norm is not finite; the norm is then read at once.
-        foreach: accepted as in torch.
-
-    Returns:
-        A lazy fp32 scalar on the device.
-
-    Raises:
-        ValueError: if ``norm_type`` is not positive.
-        RuntimeError: as ``clip_grad_norm_``.
-    """
+    """Return the norm as ``torch.nn.utils.get_total_norm``, which this replaces for shards; every
+    rank must call it. Of gradients as they are in ``param.grad``, or parameters: copies are not
+    known to be parts of something."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     owners = owners_of_grads(given)
     check_gradients([known_group(owner) for owner in owners], "get_total_norm")
@@ -114,8 +99,7 @@ def _check_finite(norm: Tensor, norm_type: float) -> None:
 
 
 def check_gradients(groups: Sequence[KnownGroup | None], function: str) -> None:
-    """Raise RuntimeError if ``function`` cannot change the gradients of these groups: they are
-    stepped in backward, or not reduced yet."""
+    """Raise RuntimeError if the gradients are gone, stepped in backward, or not reduced yet."""
     found = [group for group in groups if group is not None]
     if any(group.steps_in_backward for group in found):
         raise RuntimeError(
@@ -177,11 +161,7 @@ def norm_over_ranks(slices: Sequence[Slices], norm_type: float) -> Tensor:
 
 @torch.no_grad()
 def clip_grads_by_value_(params: Sequence[nn.Parameter], clip_value: float) -> None:
-    """Clamp the gradients of ``params`` in place into [-clip_value, clip_value].
-
-    Raises:
-        ValueError: if ``clip_value`` is negative or not a number.
-    """
+    """Clamp the gradients of ``params`` in place into [-clip_value, clip_value]."""
     if not clip_value >= 0:
         raise ValueError(f"clip_value must not be negative, got {clip_value}")
     for param in params:

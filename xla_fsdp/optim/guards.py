@@ -375,12 +375,7 @@ def _places_in(optimizer: Optimizer) -> Places:
 
 
 def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict by position in the order of the optimizer's parameters.
-
-    Raises:
-        ValueError: if it is of another rank's shards, the order cannot be told, or a tensor has
-            another shape than its parameter.
-    """
+    """Return a state dict by position in the order of the optimizer's parameters."""
     live = [group["params"] for group in optimizer.param_groups]
     groups = state_dict.get("param_groups", ())
     if _own_order.get() or [len(own) for own in live] != [len(g["params"]) for g in groups]:
@@ -406,10 +401,8 @@ def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _order(params: Sequence[FSDPParam | None]) -> list[int] | None:
-    """Return the place in the file's order of each parameter of a group.
-
-    None if it differs from the group's, but is not known of all.
-    """
+    """Return the place in the file's order of each parameter of a group; None if it differs from
+    the group's, but is not known of all."""
     known = [each for each in params if each is not None]
     places = [upstream_order[each] for each in known if each in upstream_order]
     if places == sorted(places):

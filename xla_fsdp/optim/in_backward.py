@@ -255,14 +255,8 @@ def _other_grads_hidden(optimizer: Optimizer, shard: Tensor) -> Iterator[None]:
 
 class OptimizerSliceSteps:
     """One step of an optimizer on stacked parameters [num_blocks, ...], made slice by slice in a
-    loop over blocks, so that the gradients of all blocks never exist at once.
-
-    Args:
-        optimizer: the user's, for which ``can_slice`` holds. A shallow copy of it, with its current
-            options, steps one slice of each stack.
-        stacks: the parameters.
-        note: called with each stack when it is stepped.
-    """
+    loop over blocks, so that the gradients of all blocks never exist at once. A shallow copy of the
+    optimizer, with its current options, steps one slice of each stack."""
 
     def __init__(
         self, optimizer: Optimizer, stacks: Sequence[Tensor], note: Callable[[Tensor], None]
@@ -284,18 +278,8 @@ class OptimizerSliceSteps:
         ]
 
     def new_slices(self, grads: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Tensor]:
-        """Step one slice of each stack.
-
-        Args:
-            grads: of the slices.
-            slices: of all tensors of ``kept``, in that order.
-
-        Returns:
-            New values of ``slices``.
-
-        Raises:
-            CannotSliceError: if the step creates or removes state of the shape of a stack.
-        """
+        """Step one slice of each stack; return new values of ``slices``, which are those of all
+        tensors of ``kept``. Raise CannotSliceError if the step creates or removes such state."""
         given = (each.clone() for each in slices)
         state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         params: list[Tensor] = []

@@ -57,8 +57,7 @@ STEPS_SLICES_OF = "steps_slices_of"
 
 
 class StepWatch:
-    """A hook of optimizers' steps that changes nothing, so that loops may step slices as without
-    it; it calls ``note`` with the optimizer."""
+    """A hook of optimizers' steps that changes nothing: loops may step slices as without it."""
 
     def __init__(self, note: Callable[[optim.Optimizer], None]) -> None:
         self._note = note
@@ -117,10 +116,7 @@ def _innermost(optimizer: optim.Optimizer) -> optim.Optimizer:
 
 def acts_elementwise(optimizer: optim.Optimizer) -> bool:
     """Return whether steps on a tensor are those on its halves, tried out in host memory by new
-    optimizers of the same class and options.
-
-    For classes that are not known; False if one cannot be made so, or cannot step such tensors.
-    """
+    optimizers of the same class and options; False if one cannot be made so."""
     optimizer = _innermost(optimizer)
     try:
         return all(
@@ -195,17 +191,14 @@ MAKERS = (
 
 
 def make_state(optimizer: Optimizer) -> None:
-    """Give every parameter of ``optimizer`` on an XLA device that is trained and has no state the
-    state with which its first step begins: the values that the optimizer's own code makes, as
-    buffers on the device.
+    """Give every trained parameter on an XLA device that has no state the state with which its
+    first step begins: the values that the optimizer's own code makes, as buffers on the device.
 
-    Steps do this by themselves, for parameters that have a gradient. Two programs remain for:
-    optimizers that are not torch's own, or have a ``step`` of their own, as their first step may do
-    what later ones do not (``torch_xla.amp.syncfree``, LBFGS, SparseAdam); SGD with dampening,
-    which begins with the gradient; Adagrad, which makes its state when it is created; master
-    weights of ``HighPrecisionOptimizer``, which are those of the first step; and what writes its
-    state in an order of its own, unless this is called before the forward: ASGD, Rprop, Adafactor,
-    and Adam with both ``amsgrad`` and ``capturable``. RAdam changes its formula at its sixth step.
+    Steps do this by themselves, for parameters that have a gradient. Two programs remain for
+    optimizers that are not torch's own or have a ``step`` of their own; SGD with dampening, which
+    begins with the gradient; Adagrad, which makes its state when it is created; master weights of
+    ``HighPrecisionOptimizer``; and, unless this is called before the forward, what writes its state
+    in an order of its own: ASGD, Rprop, Adafactor, and Adam with ``amsgrad`` and ``capturable``.
     """
     own = getattr(optimizer, "make_state", None)
     if own is not None:  # whose parameters have values in a step only, or that steps another one

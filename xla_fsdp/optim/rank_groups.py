@@ -23,11 +23,7 @@ BUCKETED_BELOW = 2**15
 
 
 def check_groups(groups: Sequence[Sequence[int]] | None) -> Groups:
-    """Return ``groups`` as lists; for None, one group of all ranks.
-
-    Raises:
-        ValueError: with every problem, if they do not split the ranks of the job evenly.
-    """
+    """Return ``groups``, which must split the job evenly, as lists; for None, one of all ranks."""
     world_size = ops.world_size()
     if groups is None:
         return [list(range(world_size))]

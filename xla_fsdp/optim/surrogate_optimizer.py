@@ -19,23 +19,13 @@ from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement
 from xla_fsdp.optim.optimizers import device_options, make_missing_states, takes_found_inf
+from xla_fsdp.state.optim import NOT_OPTIONS
 from xla_fsdp.xla import ops
-
-NOT_OPTIONS = ("params", "param_names")
 
 
 class SurrogateOptimizer(Optimizer, ABC):
-    """An optimizer over surrogates of its parameters: slices of them, copies in another dtype, or
-    the whole parameters that they are shards of.
-
-    Args:
-        params: parameters, or groups of them.
-        inner_class: called as ``inner_class(groups, **defaults)``.
-        defaults: options of the inner optimizer.
-
-    Attributes:
-        inner: the optimizer of the surrogates.
-    """
+    """An optimizer whose ``inner`` one steps surrogates of its parameters: slices of them, copies
+    in another dtype, or the whole parameters that they are shards of."""
 
     inner: Optimizer
 
@@ -102,9 +92,6 @@ class SurrogateOptimizer(Optimizer, ABC):
             found_inf: for the optimizers of ``torch_xla.amp.syncfree``: a scalar, not 0 skips the
                 step; the same on every rank, as ``ShardedGradScaler`` makes it.
             others: given to the ``step`` of the inner optimizer.
-
-        Returns:
-            The closure's result.
 
         Raises:
             ValueError: if ``found_inf`` is given to an optimizer that does not take it, or if

@@ -131,10 +131,8 @@ class WholeParameterOptimizer(SurrogateOptimizer):
 
 
 class _WholeParams:
-    """The whole parameters of one leaf: of a shard one, of flattened ones or a stack several.
-
-    They have values and gradients during a step only.
-    """
+    """The whole parameters of one leaf: of a shard one, of flattened ones or a stack several. They
+    have values and gradients during a step only."""
 
     def __init__(self, leaf: nn.Parameter, sharding: _Sharding) -> None:
         self.leaf, self.sharding = leaf, sharding
@@ -175,12 +173,7 @@ class _WholeParams:
     def split_state(
         self, state: Mapping[str, Any], gathered: Mapping[str, Sequence[Tensor]]
     ) -> list[dict[str, Any]]:
-        """Return the state of each whole parameter.
-
-        Args:
-            state: of the leaf.
-            gathered: by name, whole tensors in the place of the shards in ``state``.
-        """
+        """Return the state of each whole parameter, with ``gathered`` in the place of shards."""
         if self.sharding.is_whole:
             return [dict(state)]
         values = {
@@ -192,11 +185,8 @@ class _WholeParams:
         return [{name: each[at] for name, each in values.items()} for at in range(len(self.params))]
 
     def join_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Undo ``split_state``, with this rank's shards of the state that has a parameter's shape.
-
-        Raises:
-            ValueError: if flattened parameters have other state.
-        """
+        """Undo ``split_state``, with this rank's shards of the state that has a parameter's shape;
+        raise ValueError if flattened parameters have other state."""
         if self.sharding.is_whole:
             return dict(states[0])
         names = dict.fromkeys(name for state in states for name in state)

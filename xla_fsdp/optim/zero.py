@@ -258,11 +258,7 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         self._options_from_inner()
 
     def _reduce(self, *, strict: bool = False) -> _Reduced:
-        """Average the gradients over the ranks, or return the averages if that has been done.
-
-        Raises:
-            RuntimeError: if gradients have changed since, and ``strict``.
-        """
+        """Average the gradients over the ranks, or return the averages if that has been done."""
         params = self._with_grad()
         if self._reduced is not None:
             if self._reduced.is_of(params):
@@ -378,10 +374,8 @@ def _warn_about_whole(optimizer_class: Any) -> None:
 
 
 class ParamSlices:
-    """This rank's slices of replicated parameters: FSDP shards that no module owns.
-
-    Slices have no memory between steps, as the parameters hold the values.
-    """
+    """This rank's slices of replicated parameters: FSDP shards that no module owns. They have no
+    memory between steps, as the parameters hold the values."""
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives

@@ -80,21 +80,12 @@ class Restored(NamedTuple):
 
 @dataclass
 class _Tier:
-    """A directory of steps: when to save there, and what to keep.
-
-    Args:
-        storage: of the directory.
-        interval: of the steps that are saved there.
-        keep: which of them are kept.
-        run: of a local directory: that of the run to which it belongs.
-        damaged: attempts that could not be loaded.
-        metrics: that have been read.
-    """
+    """A directory of steps: when to save there, and what to keep."""
 
     storage: Storage
     interval: int
     keep: Keep
-    run: str | None = None
+    run: str | None = None  # of a local directory: that of the run to which it belongs
     damaged: set[Attempt] = field(default_factory=set)
     metrics: dict[Attempt, dict[str, float]] = field(default_factory=dict)
 
@@ -104,11 +95,8 @@ class _Tier:
         return [last[step] for step in sorted(last)]
 
     def check_run(self) -> bytes | None:
-        """Return the name of the run to which a local directory belongs, if that is known.
-
-        Raises:
-            CheckpointError: if it is another one.
-        """
+        """Return the name of the run to which a local directory belongs, if that is known; raise
+        CheckpointError if it is another one."""
         owner = None if self.run is None else self.storage.find(RUN)
         if owner is not None and owner != (self.run or "").encode():
             raise CheckpointError(
@@ -417,12 +405,7 @@ class CheckpointManager:
         self, ranks: Ranks, step: int | str | None, agreed: Mapping[str, Any], looks: int = LOOKS
     ) -> tuple[list[_Candidate], frozenset[str]]:
         """Return what all ranks see as complete, in the order in which to try it, and the jobs that
-        own the directories.
-
-        Raises:
-            CheckpointError: on all ranks, if one cannot read a directory, or if they disagree about
-                ``agreed``.
-        """
+        own the directories. Ranks must give equal ``agreed``."""
         own: list[list[tuple[Attempt, dict[str, float]]]] = []
         owners: list[str] = []
         problems: list[str] = []
@@ -533,11 +516,6 @@ def load_checkpoint(
 
 
 def _selection(names: Sequence[str], how: _How) -> Selection:
-    """Return what to load.
-
-    Raises:
-        CheckpointError: if ``only``, or a prefix of it, selects none of the model's names.
-    """
     only, key_map, strict = how.only, how.key_map, how.strict
     if not isinstance(key_map, Mapping | None) or not all(
         isinstance(text, str) for pair in (key_map or {}).items() for text in pair

@@ -146,8 +146,7 @@ def cut_outside_units(model: nn.Module) -> Iterator[OutsideParam]:
 
 
 def refuse_cut_outside(params: Iterable[OutsideParam], what: str) -> None:
-    """Raise ValueError if ranks hold different parts of one of ``params``, which ``what`` (a name
-    for the message) cannot save."""
+    """Raise ValueError if ranks hold different parts of one of ``params``."""
     names = [each.name for each in params if each.placement.parts > 1]
     if names:
         raise ValueError(

@@ -343,15 +343,13 @@ def _stack_mismatches(keys: Sequence[str], state: OptimizerState) -> Iterator[st
     for key in keys[1:]:
         own = state.states.get(key, {})
         for name in sorted({*first, *own}):
-            if name not in own or name not in first:
-                without, other = (key, keys[0]) if name not in own else (keys[0], key)
-                yield f"the state has {name!r} for {other}, but not for {without} of the same stack"
-            elif not _is_stacked(name, own[name]) and not same_value(
-                first[name].value, own[name].value
+            both = name in first and name in own
+            if not both or not (
+                _is_stacked(name, own[name]) or same_value(first[name].value, own[name].value)
             ):
                 yield (
-                    f"{name!r} differs between {keys[0]} and {key}, which are in one stack and "
-                    f"have one value; load this state without stacked"
+                    f"{name!r} differs between {keys[0]} and {key}, or one has none; they are in "
+                    f"one stack and have one value, so load this state without stacked"
                 )
 
 

@@ -275,17 +275,11 @@ def _step_by_zero(optimizer: Optimizer, params: Sequence[Tensor], *, by_scaler: 
 
 @dataclass(frozen=True)
 class ShardNames:
-    """The original names of the parameters in each shard.
+    """The original names of the parameters in each shard."""
 
-    Args:
-        shards: every shard of the model once, by key; those of a unit follow each other.
-        originals: names of the parameters in each shard, in order, by its key.
-        canonical: the name used in state dicts, by each other name of a tied parameter.
-    """
-
-    shards: dict[str, NamedShard]
-    originals: dict[str, list[str]]
-    canonical: dict[str, str]
+    shards: dict[str, NamedShard]  # by key; those of a unit follow each other
+    originals: dict[str, list[str]]  # by key, in order
+    canonical: dict[str, str]  # the name in state dicts, by each other one of a tied parameter
 
     def of(self, key: str) -> list[str]:
         """Return the names of the parameters in shard ``key``; an unsharded one is its own key."""

@@ -46,12 +46,7 @@ class SummonOptions:
 
 @contextlib.contextmanager
 def summoned(units: Sequence[FSDPState], options: SummonOptions) -> Iterator[None]:
-    """Let the modules of ``units`` hold unsharded parameters inside the block.
-
-    Raises:
-        RuntimeError: inside a forward or backward of one of the units.
-        ValueError: if the block replaced a parameter that is to be written back.
-    """
+    """Let the modules of ``units`` hold unsharded parameters inside the block."""
     if current_pass() != -1:
         raise RuntimeError(
             "full parameters cannot be summoned inside a backward pass, in a hook say: units are "

@@ -21,7 +21,7 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
@@ -39,6 +39,7 @@ from torch.optim.optimizer import Optimizer
 
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.distributed.replacing import surround
+from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.engine.load_hooks import (
     MARK,
     PLACES,
@@ -58,6 +59,7 @@ from xla_fsdp.fsdp.engine.param import (
     refuse_shown,
 )
 from xla_fsdp.fsdp.engine.shard_tensor import SavedShard, ShardView, is_part, is_sharded
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import package_code
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
 from xla_fsdp.optim.optimizers import check_steps, params_of, steps_elementwise
@@ -270,7 +272,7 @@ def _load_state_dict(
 
 
 def _why(module: nn.Module, state: Any) -> str:
-    if _is_inside_of_a_wrapper(module):
+    if shards_of_others(module):
         return (
             f"The {type(module).__name__} is inside of a wrapper, which turns full tensors into "
             f"shards: call load_state_dict of the wrapper, model.load_state_dict(state), not "
@@ -297,10 +299,28 @@ def _has_fewer_rows(module: nn.Module, state: Mapping[str, Any]) -> bool:
     return all(a == b or len(b) == 1 or a[1:] == b[1:] for a, b in pairs)
 
 
-def _is_inside_of_a_wrapper(module: nn.Module) -> bool:
-    """Return whether ``module`` has shards that no unit in it has made."""
-    groups = [unit.group for unit in units_in(module)]
-    return any(is_sharded(p) and known_group(p) not in groups for p in module.parameters())
+def owned_by(units: Iterable[FSDPState]) -> set[tuple[int, str]]:
+    """Return where the units' parameters are, by module and attribute: inside summon_full_params
+    these hold tensors that are no shards."""
+    return {
+        (id(owner.module), owner.attribute)
+        for unit in units
+        for param in unit.group.params
+        for owner in param.owners
+    }
+
+
+def shards_of_others(module: nn.Module) -> list[str]:
+    """Return the names of shards in ``module`` that no unit in it has made."""
+    units = units_in(module)
+    groups, owned = {id(unit.group) for unit in units}, owned_by(units)
+    return [
+        join_name(prefix, attribute)
+        for prefix, each in module.named_modules(remove_duplicate=False)
+        for attribute, param in each._parameters.items()
+        if param is not None and (id(each), attribute) not in owned
+        if (group := known_group(param)) is not None and id(group) not in groups
+    ]
 
 
 def _refuse_ddp(

@@ -175,20 +175,6 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 # ---------------------------------------------------------------- state before the first step
 
-MAKERS = (
-    optim.ASGD,
-    optim.Adadelta,
-    optim.Adafactor,
-    optim.Adam,  # and AdamW
-    optim.Adamax,
-    optim.Muon,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-)
-"""Classes whose ``_init_group`` makes the state of parameters that have none."""
-
 
 def make_state(optimizer: Optimizer) -> None:
     """Give every trained parameter on an XLA device that has no state the state with which its
@@ -247,8 +233,9 @@ def _fill(optimizer: Optimizer, params: list[Tensor]) -> None:
 
 
 def is_known(optimizer: Optimizer) -> bool:
+    """Return whether torch's own ``step`` makes the state, by torch's own ``_init_group``."""
     kind: Any = type(optimizer)
-    if not isinstance(optimizer, (*MAKERS, optim.SGD)) or STEPS_SLICES_OF in vars(optimizer):
+    if not hasattr(kind, "_init_group") or STEPS_SLICES_OF in vars(optimizer):
         return False
     methods = (inspect.unwrap(kind.step), kind._init_group)
     return all(method.__module__.startswith("torch.optim.") for method in methods)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from xla_fsdp.distributed.collectives import Collectives, along
 from xla_fsdp.distributed.placement import known_placement
@@ -157,16 +157,6 @@ def norm_over_ranks(slices: Sequence[Slices], norm_type: float) -> Tensor:
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
     return _combined([norm for each in slices for norm in _norms_of(each, norm_type)], norm_type)
-
-
-@torch.no_grad()
-def clip_grads_by_value_(params: Sequence[nn.Parameter], clip_value: float) -> None:
-    """Clamp the gradients of ``params`` in place into [-clip_value, clip_value]."""
-    if not clip_value >= 0:
-        raise ValueError(f"clip_value must not be negative, got {clip_value}")
-    for param in params:
-        if param.grad is not None:
-            param.grad.clamp_(-clip_value, clip_value)
 
 
 def shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:

@@ -33,7 +33,7 @@ from xla_fsdp.optim.optimizers import (
     STEPS_SLICES_OF,
     StepWatch,
     device_options,
-    make_state_of,
+    make_state,
     needs_closure,
     params_of,
     shallow_copy,
@@ -150,7 +150,7 @@ class StepInBackward:
         optimizer = self._live_optimizer()
         if not self._in_loops or not can_slice(optimizer, stacks):
             return None
-        make_state_of(optimizer, stacks)  # a loop steps nothing that has none
+        make_state(optimizer, stacks)  # a loop steps nothing that has none
         return OptimizerSliceSteps(optimizer, stacks, self._note)
 
     def refuse_losses_of_others(self, inputs: Sequence[Tensor]) -> None:

@@ -176,9 +176,10 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 # ---------------------------------------------------------------- state before the first step
 
 
-def make_state(optimizer: Optimizer) -> None:
-    """Give every trained parameter on an XLA device that has no state the state with which its
-    first step begins: the values that the optimizer's own code makes, as buffers on the device.
+def make_state(optimizer: Optimizer, params: Iterable[Tensor] | None = None) -> None:
+    """Give every trained parameter, or those of ``params``, on an XLA device that has no state the
+    state with which its first step begins: the values that the optimizer's own code makes, as
+    buffers on the device.
 
     Steps do this by themselves, for parameters that have a gradient. Two programs remain for
     optimizers that are not torch's own or have a ``step`` of their own; SGD with dampening, which
@@ -190,13 +191,9 @@ def make_state(optimizer: Optimizer) -> None:
     if own is not None:  # whose parameters have values in a step only, or that steps another one
         own()
         return
-    _fill(optimizer, [p for p in _missing(optimizer) if p.requires_grad])
-
-
-def make_state_of(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """``make_state`` for those of ``params`` that have none."""
-    wanted = {id(param) for param in params}
-    _fill(optimizer, [param for param in _missing(optimizer) if id(param) in wanted])
+    wanted = None if params is None else {id(param) for param in params}
+    missing = [p for p in _missing(optimizer) if p.requires_grad]
+    _fill(optimizer, [p for p in missing if wanted is None or id(p) in wanted])
 
 
 def _missing(optimizer: Optimizer) -> list[Tensor]:

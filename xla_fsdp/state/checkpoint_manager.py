@@ -41,7 +41,6 @@ from xla_fsdp.state.train_checkpoint import (
     TrainState,
     check_wrapped,
     go_on_from,
-    load_together,
     own_ranks,
     read_state,
     start_save,
@@ -333,7 +332,9 @@ class CheckpointManager:
                 problems += error.problems
                 self._note_damage(each, error, ranks.rank)
                 continue
-            load_together(state, loaded, ranks, strict=how.strict and how.only is None)
+            with ranks.failing_together():  # what fails nevertheless
+                state.load(loaded, strict=how.strict and how.only is None)
+            ranks.all_gather_or_raise([])
             go_on_from(model, owners)
             self._saved = None  # what is trained from here on may be saved under the same number
             extra = loaded.values.get("extra")

@@ -472,13 +472,6 @@ def read_state(
     return loaded, problems, bool(problems)
 
 
-def load_together(state: TrainState, loaded: LoadedStep, ranks: Ranks, *, strict: bool) -> None:
-    """Load what was found to fit; what fails nevertheless on one rank is raised by all."""
-    with ranks.failing_together():
-        state.load(loaded, strict=strict)
-    ranks.all_gather_or_raise([])
-
-
 def go_on_from(model: ShardedModule, owners: frozenset[str]) -> None:
     """Let saves of ``model`` replace those of the jobs that owned the directories it has loaded
     from."""

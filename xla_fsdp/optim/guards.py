@@ -7,9 +7,9 @@ marks, which files keep; values of ``fully_shard``'s, and copies of them; models
 objects.
 
 State dicts of optimizers know parameters by position. torch_xla's FSDP lists the parameters of an
-outer unit before those of inner ones; here they come in the order of the model. So the state of a
-job of torch_xla belongs to other parameters, unless the order is that of the model's file, which is
-noted when that is loaded, until the first step. Nothing has changed when an error is raised.
+outer unit before those of inner ones; here they come in the order of the model, and state dicts
+have a mark. What has none is taken to be in the order of the model's file, which is noted when that
+is loaded. Nothing has changed when an error is raised.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import safetensors.torch
 import torch
@@ -338,51 +336,24 @@ def _refuse_ddp(
 
 # ---------------------------------------------------------------- state dicts of optimizers
 
-_translated: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-"""The last place of the order in which an optimizer has loaded state."""
-
-
-# Ranks on CPU are threads, each of which has a context of its own.
-_own_order: ContextVar[bool] = ContextVar("own_order", default=False)
-_without_swaps: ContextVar[bool] = ContextVar("without_swaps", default=False)
-
-
-@contextlib.contextmanager
-def _set(flag: ContextVar[bool]) -> Iterator[None]:
-    token = flag.set(True)
-    try:
-        yield
-    finally:
-        flag.reset(token)
-
-
-def in_own_order() -> AbstractContextManager[None]:
-    """State dicts that this rank loads in the block are in this package's order, and checked."""
-    return _set(_own_order)
-
-
-def without_swaps() -> AbstractContextManager[None]:
-    """Let conversions inside the block change the data of parameters, as torch does by default.
-
-    ``torch.__future__.set_swap_module_params_on_conversion(True)`` asks for swaps of tensors
-    instead, so that parameters stay the same objects. Shards do so anyway, and torch refuses to
-    swap tensors to which there are weak references, as there are to every shard.
-    """
-    return _set(_without_swaps)
-
 
 def _optimizer_state_dict(
     original: Callable[..., dict[str, Any]], optimizer: Optimizer
 ) -> dict[str, Any]:
-    """Let the state dict tell which shards it is of."""
-    state, places = original(optimizer), _places_in(optimizer)
-    return {**state, PLACES: places} if places else state
+    return marked(optimizer, original(optimizer))
 
 
 def _load_optimizer_state_dict(
     original: Callable[..., None], optimizer: Optimizer, state_dict: dict[str, Any]
 ) -> None:
     original(optimizer, fitting(optimizer, state_dict))
+
+
+def marked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Let a state dict in the optimizer's order tell that, and which shards it is of."""
+    if all(known_group(param) is None for param in params_of(optimizer)):
+        return state_dict
+    return {**state_dict, PLACES: _places_in(optimizer)}
 
 
 def _places_in(optimizer: Optimizer) -> Places:
@@ -398,26 +369,22 @@ def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict by position in the order of the optimizer's parameters."""
     live = [group["params"] for group in optimizer.param_groups]
     groups = state_dict.get("param_groups", ())
-    if _own_order.get() or [len(own) for own in live] != [len(g["params"]) for g in groups]:
-        return state_dict  # of another number, torch tells
+    if [len(own) for own in live] != [len(group["params"]) for group in groups]:
+        return state_dict  # torch tells
     refuse_other_places(state_dict.get(PLACES), _places_in(optimizer), "the optimizer's state dict")
-    numbers = [list(group["params"]) for group in groups]
     known = [[known_shard(param) for param in own] for own in live]
     if not any(each is not None for own in known for each in own):
         return state_dict
-    orders = [_order(own) for own in known]
-    moved = any(order is None or order != sorted(order) for order in orders)
-    if moved and not _is_own(optimizer, state_dict["state"]):
-        last = max(upstream_order.get(each, 0) for own in known for each in own if each is not None)
-        if _translated.get(optimizer) == last or None in orders:
+    if PLACES not in state_dict:
+        orders = [_order(own) for own in known]
+        if None in orders:
             raise ValueError(_UNKNOWN_ORDER)
-        numbers = [[own[i] for i in o or ()] for own, o in zip(numbers, orders, strict=True)]
-        pairs = zip(groups, numbers, strict=True)
-        state_dict = {**state_dict, "param_groups": [{**g, "params": n} for g, n in pairs]}
-        _translated[optimizer] = last
+        pairs = zip(groups, orders, strict=True)
+        groups = [{**each, "params": [each["params"][i] for i in o or ()]} for each, o in pairs]
+    numbers = [group["params"] for group in groups]
     if problems := list(_misfits(optimizer, live, numbers, state_dict["state"])):
         raise ValueError("\n".join([*problems, _OTHER_ORDER]))
-    return state_dict
+    return marked(optimizer, {**state_dict, "param_groups": groups})
 
 
 def _order(params: Sequence[FSDPParam | None]) -> list[int] | None:
@@ -431,17 +398,6 @@ def _order(params: Sequence[FSDPParam | None]) -> list[int] | None:
         return None
     ranked = {place: i for i, place in enumerate(sorted(places))}
     return [ranked[place] for place in places]
-
-
-def _is_own(optimizer: Optimizer, state: Mapping[Any, Any]) -> bool:
-    """Return whether a state dict holds the very tensors of the optimizer."""
-    own = {id(v) for each in optimizer.state.values() for v in each.values()}
-    return bool(own) and all(
-        id(value) in own
-        for each in state.values()
-        for value in each.values()
-        if isinstance(value, Tensor)
-    )
 
 
 def _misfits(
@@ -472,5 +428,26 @@ _OTHER_ORDER = (
 _UNKNOWN_ORDER = (
     "The order of the parameters in this state dict cannot be told: torch_xla's FSDP, from whose "
     "file the model was loaded, lists those of an outer unit first. Create the optimizer from "
-    "model.parameters(), load the model's state dict and then, once, the optimizer's"
+    "model.parameters(), load the model's state dict and then the optimizer's"
 )
+
+
+# ---------------------------------------------------------------- conversions
+
+# Ranks on CPU are threads, each of which has a context of its own.
+_without_swaps: ContextVar[bool] = ContextVar("without_swaps", default=False)
+
+
+@contextlib.contextmanager
+def without_swaps() -> Iterator[None]:
+    """Let conversions inside the block change the data of parameters, as torch does by default.
+
+    ``torch.__future__.set_swap_module_params_on_conversion(True)`` asks for swaps of tensors
+    instead, so that parameters stay the same objects. Shards do so anyway, and torch refuses to
+    swap tensors to which there are weak references, as there are to every shard.
+    """
+    token = _without_swaps.set(True)
+    try:
+        yield
+    finally:
+        _without_swaps.reset(token)

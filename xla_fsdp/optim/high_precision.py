@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.distributed.random_bits import random_bits, salt_of
-from xla_fsdp.optim.guards import fitting, in_own_order
+from xla_fsdp.optim.guards import fitting
 from xla_fsdp.optim.optimizers import is_elementwise, params_of
 from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer, free
 from xla_fsdp.xla import ops
@@ -156,8 +156,7 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         """Load as torch does, but without casts: torch would cast master weights to the 16-bit
         dtype of their parameters."""
         state_dict = fitting(self, state_dict)
-        with in_own_order():
-            super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
         for group in self.param_groups if self._rounds else ():
             group.setdefault(ROUNDED_STEPS, 0)  # saved without rounding
         names = [name for group in state_dict["param_groups"] for name in group["params"]]

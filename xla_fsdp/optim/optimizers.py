@@ -29,7 +29,6 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from xla_fsdp.fsdp.engine.load_hooks import upstream_lock, upstream_order
 from xla_fsdp.fsdp.engine.param import FSDPParam, held_shape, known_shard, slices_without_grads
 from xla_fsdp.fsdp.engine.shard_tensor import is_part
 from xla_fsdp.fsdp.engine.thread import begin_step, end_step
@@ -331,18 +330,7 @@ def _before_step(optimizer: Optimizer) -> None:
         _warn_unless_elementwise(optimizer, params)
         _num_checked[optimizer] = len(params)
     _refuse_partial_stacks(optimizer, params)
-    forget_order(params)
     begin_step()
-
-
-def forget_order(params: Iterable[Tensor]) -> None:
-    """State is in this package's order from now on, as these are stepped."""
-    if not upstream_order:
-        return
-    with upstream_lock:
-        for param in params:
-            if (known := known_shard(param)) is not None:
-                upstream_order.pop(known, None)
 
 
 def _refuse_replaced(optimizer: Optimizer, params: Sequence[Tensor]) -> None:

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase
 from xla_fsdp.fsdp.engine.transitions import UnitState
-from xla_fsdp.optim.guards import in_own_order
 from xla_fsdp.optim.optimizers import params_of, shallow_copy
 from xla_fsdp.state.model import full_state_dict, load_full_state_dict, load_sharded_state_dict
 from xla_fsdp.state.optim_api import cut_optim_state_dict, sharded_optim_state_dict
@@ -188,8 +187,7 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
         full = chosen is None or chosen.state_dict_type is FULL
         cut = cut_optim_state_dict(model, optim, optim_state_dict, full=full)
         if load_directly:
-            with in_own_order():
-                optim.load_state_dict(cut)
+            optim.load_state_dict(cut)
         return cut
 
 

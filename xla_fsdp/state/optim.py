@@ -31,7 +31,7 @@ from xla_fsdp.checkpoint.format.records import (
 from xla_fsdp.fsdp.engine.param import StackPart, held_shape, known_shard
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of
-from xla_fsdp.optim.guards import in_own_order
+from xla_fsdp.optim.guards import marked
 from xla_fsdp.optim.optimizers import params_of
 
 PLAIN = (bool, int, float, str, type(None))
@@ -241,10 +241,9 @@ def write_optimizer(
     given = torch_state_dict(optimizer, params, state)
     # torch's own method runs hooks, and subclasses override it; but it casts state to the dtypes of
     # parameters, so the values are written again afterwards, apart from those to cast.
-    with in_own_order():
-        optimizer.load_state_dict(
-            {**given, "state": {index: dict(values) for index, values in given["state"].items()}}
-        )
+    optimizer.load_state_dict(
+        {**given, "state": {index: dict(values) for index, values in given["state"].items()}}
+    )
     order = params_of(optimizer)
     known = OptimizerParams(params)
     for index, values in given["state"].items():
@@ -266,17 +265,15 @@ def torch_state_dict(
     known = OptimizerParams(params)
     order = params_of(optimizer)
     found = [[state.states.get(key) for key in known.keys(param)] for param in order]
-    return {
-        "param_groups": _torch_groups(optimizer, state),
-        "state": {
-            index: {
-                name: _copied(name, [each[name] for each in entries if each], param)
-                for name in entries[0] or ()
-            }
-            for index, (param, entries) in enumerate(zip(order, found, strict=True))
-            if entries[0] is not None
-        },
+    states = {
+        index: {
+            name: _copied(name, [each[name] for each in entries if each], param)
+            for name in entries[0] or ()
+        }
+        for index, (param, entries) in enumerate(zip(order, found, strict=True))
+        if entries[0] is not None
     }
+    return marked(optimizer, {"param_groups": _torch_groups(optimizer, state), "state": states})
 
 
 def find_write_problems(

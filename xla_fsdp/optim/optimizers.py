@@ -212,12 +212,16 @@ def _fill(optimizer: Optimizer, params: list[Tensor]) -> None:
     wanted = {id(param) for param in params}
     made: list[tuple[dict[str, Any], str, Tensor, float]] = []
     for group in optimizer.param_groups:
-        own = [param for param in group["params"] if id(param) in wanted]
-        for param, state in zip(own, _states(optimizer, group, own), strict=True):
-            values = _numbers_of(optimizer, group, param) if state else {}
+        for param in [param for param in group["params"] if id(param) in wanted]:
+            shape, dtype = held_shape(param), param.dtype
+            state = _made(optimizer, group, torch.empty(shape, dtype=dtype, device="meta"))
+            # All elements of a tensor begin with one number.
+            small = torch.ones([min(size, 1) for size in shape], dtype=dtype)
+            numbers = _made(optimizer, group, small)
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.is_meta:
-                    made.append((optimizer.state[param], name, value, values[name]))
+                    number = numbers[name].flatten()[0].item() if value.numel() else 0.0
+                    made.append((optimizer.state[param], name, value, number))
                 else:
                     optimizer.state[param][name] = value
     if not made:
@@ -237,47 +241,19 @@ def is_known(optimizer: Optimizer) -> bool:
     return all(method.__module__.startswith("torch.optim.") for method in methods)
 
 
-def _states(
-    optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]
-) -> list[dict[str, Any]]:
-    """Return new states: of tensors on the device without values (on the meta device)."""
+def _made(optimizer: Optimizer, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
+    """Return the state that the optimizer's own code makes for a parameter like ``value``."""
+    param = nn.Parameter(value)
     if isinstance(optimizer, optim.SGD):
-        if not group["momentum"] or group["dampening"]:
-            return [{} for _ in params]  # its first momentum is the gradient, not a part of it
-        return [{"momentum_buffer": _on_meta(each)} for each in params]
-    stand_ins = [nn.Parameter(_on_meta(param)) for param in params]
-    return _made(optimizer, group, stand_ins)
-
-
-def _on_meta(param: Tensor) -> Tensor:
-    return torch.empty(held_shape(param), dtype=param.dtype, device="meta")
-
-
-def _made(
-    optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]
-) -> list[dict[str, Any]]:
-    """Return the states that the optimizer's own code makes for ``params``."""
-    for param in params:
-        param.grad = torch.zeros_like(param)
+        # Its first momentum is the gradient, which with dampening is not what zeros lead to.
+        begins = group["momentum"] and not group["dampening"]
+        return {"momentum_buffer": torch.zeros_like(value)} if begins else {}
+    param.grad = torch.zeros_like(param)
     copy = shallow_copy(optimizer, defaultdict(dict), optimizer.param_groups)
     lists = len(inspect.signature(copy._init_group).parameters) - 1
     with torch.no_grad():
-        copy._init_group({**group, "params": params}, *([] for _ in range(lists)))
-    return [copy.state.get(param, {}) for param in params]
-
-
-def _numbers_of(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, float]:
-    """Return the number that all elements of each tensor of a state begin with."""
-    if isinstance(optimizer, optim.SGD):
-        return {"momentum_buffer": 0.0}
-    shape = [min(size, 1) for size in held_shape(param)]
-    small = nn.Parameter(torch.ones(shape, dtype=param.dtype))
-    [state] = _made(optimizer, group, [small])
-    return {
-        name: value.flatten()[0].item() if value.numel() else 0.0
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-    }
+        copy._init_group({**group, "params": [param]}, *([] for _ in range(lists)))
+    return dict(copy.state.get(param, {}))
 
 
 def _filled(shape: torch.Size, dtype: torch.dtype, number: float) -> Tensor:

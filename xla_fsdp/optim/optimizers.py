@@ -27,7 +27,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 from xla_fsdp.fsdp.engine.param import FSDPParam, held_shape, known_shard, slices_without_grads
 from xla_fsdp.fsdp.engine.shard_tensor import is_part
@@ -264,19 +263,6 @@ def _filled(shape: torch.Size, dtype: torch.dtype, number: float) -> Tensor:
     return made.fill_(number) if number else made
 
 
-@functools.cache
-def make_missing_states() -> RemovableHandle:
-    """Make, before the steps of all optimizers of the process from now on, the state of parameters
-    that are stepped the first time: those without a gradient have none, as without it."""
-
-    def before_step(optimizer: Optimizer) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            missing = [param for param in _missing(optimizer) if param.grad is not None]
-        _fill(optimizer, missing)
-
-    return register_optimizer_step_pre_hook(StepWatch(before_step))
-
-
 # ---------------------------------------------------------------- before each step
 
 _num_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -288,17 +274,21 @@ def check_steps() -> None:
     """Check what optimizers are given, before the steps of all of the process from now on; those
     that have passed once more."""
     _num_checked.clear()
-    _watch_steps()
+    watch_steps()
 
 
 @functools.cache
-def _watch_steps() -> None:
-    make_missing_states()
+def watch_steps() -> None:
+    """Let all optimizers of the process, before their steps from now on, make the state of
+    parameters that are stepped the first time, and be checked."""
     register_optimizer_step_pre_hook(StepWatch(_before_step))
     register_optimizer_step_post_hook(StepWatch(lambda optimizer: end_step()))
 
 
 def _before_step(optimizer: Optimizer) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        missing = [param for param in _missing(optimizer) if param.grad is not None]
+    _fill(optimizer, missing)
     params = params_of(optimizer)
     if _num_checked.get(optimizer) != len(params):
         _refuse_replaced(optimizer, params)

@@ -18,7 +18,7 @@ from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement
-from xla_fsdp.optim.optimizers import device_options, make_missing_states, takes_found_inf
+from xla_fsdp.optim.optimizers import device_options, takes_found_inf, watch_steps
 from xla_fsdp.state.optim import NOT_OPTIONS
 from xla_fsdp.xla import ops
 
@@ -32,7 +32,7 @@ class SurrogateOptimizer(Optimizer, ABC):
     def __init__(
         self, params: Iterable[Any], inner_class: Callable[..., Optimizer], defaults: dict[str, Any]
     ) -> None:
-        make_missing_states()
+        watch_steps()
         defaults = {**device_options(inner_class), **defaults}
         super().__init__(params, {})  # without defaults: they are copied from the inner optimizer
         self.inner = inner_class([self._as_inner(g) for g in self.param_groups], **defaults)

@@ -116,22 +116,6 @@ class _Tier:
         return self.metrics[attempt]
 
 
-@dataclass(frozen=True)
-class _How:
-    """How to restore: arguments of ``restore``, and what ``load_checkpoint`` has otherwise.
-
-    Args:
-        missing_ok: return if there is no complete step, rather than raise.
-        fall_back: to an older step, if one is damaged.
-    """
-
-    strict: bool = True
-    only: Callable[[str], bool] | Collection[str] | None = None
-    key_map: Mapping[str, str] | None = None
-    missing_ok: bool = True
-    fall_back: bool = True
-
-
 class _Candidate(NamedTuple):
     attempt: Attempt
     tier: int  # the last tier is the local one, which is read faster
@@ -203,6 +187,8 @@ class CheckpointManager:
         if local_directory is not None and local_interval is not None:
             local, run = open_storage(local_directory), self._tiers[0].storage.where.rstrip("/")
             self._tiers.append(_Tier(local, local_interval, local_keep, run))
+        # load_checkpoint raises where ``restore`` falls back to an older step, or finds none.
+        self._falls_back = self._missing_ok = True
         self._pending: PendingSave | None = None
         self._saved: int | None = None
 
@@ -292,30 +278,20 @@ class CheckpointManager:
         """
         if step is not None and step != "best":
             step = whole_number("step", step, 0)
-        return self._restore(model, optimizer, step, objects or {}, _How(strict, only, key_map))
-
-    def _restore(
-        self,
-        model: ShardedModule,
-        optimizer: Optimizer | None,
-        step: int | str | None,
-        objects: Mapping[str, Stateful],
-        how: _How,
-    ) -> Restored | None:
         check_wrapped(model)
         self.wait()
         wait_for_earlier(model)
         ranks = own_ranks()
         with ranks.failing_together():
-            state = TrainState(model, optimizer, objects)
+            state = TrainState(model, optimizer, objects or {})
             names = state.names()
-            selection = _selection(names, how)
+            selection = _selection(names, only, key_map, strict=strict)
             selected = list(filter(selection.only, names))
             agreed = {
                 "step": step,
-                "strict": how.strict,
+                "strict": strict,
                 "optimizer": state.kind_of_optimizer,
-                "key_map": str(how.key_map),
+                "key_map": str(key_map),
                 "only": f"{len(selected)} names, {digest(repr(selected).encode())[:15]}",
             }
         candidates, owners = self._candidates(ranks, step, agreed)
@@ -325,7 +301,7 @@ class CheckpointManager:
             with ranks.failing_together():
                 metrics = self._tiers[each.tier].metrics_of(each.attempt)
             loaded, found, mismatch = read_state(state, storage, each.attempt, selection)
-            ranks.all_gather_or_raise(found if mismatch or not how.fall_back else [])
+            ranks.all_gather_or_raise(found if mismatch or not self._falls_back else [])
             try:
                 ranks.all_gather_or_raise(found)
             except CheckpointError as error:
@@ -333,7 +309,7 @@ class CheckpointManager:
                 self._note_damage(each, error, ranks.rank)
                 continue
             with ranks.failing_together():  # what fails nevertheless
-                state.load(loaded, strict=how.strict and how.only is None)
+                state.load(loaded, strict=strict and only is None)
             ranks.all_gather_or_raise([])
             go_on_from(model, owners)
             self._saved = None  # what is trained from here on may be saved under the same number
@@ -343,7 +319,7 @@ class CheckpointManager:
             raise CheckpointError(problems)
         if step is not None:
             raise CheckpointError(self._absent(step))
-        if not how.missing_ok:
+        if not self._missing_ok:
             where = self._tiers[0].storage.where
             raise CheckpointError(f"{where} holds no complete step that all ranks see")
         go_on_from(model, owners)
@@ -445,7 +421,7 @@ class CheckpointManager:
             warnings.warn(
                 f"{tier.storage.where}/{each.attempt.folder} cannot be loaded, so an older step "
                 f"is tried: {error}",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _absent(self, step: int | str) -> str:
@@ -467,7 +443,6 @@ def _common(
                 yield _Candidate(Attempt(*attempt), tier, metrics)
 
 
-@torch.inference_mode(False)  # which would make all that is loaded unfit for training
 def load_checkpoint(
     directory: str | os.PathLike[str],
     model: ShardedModule,
@@ -508,16 +483,21 @@ def load_checkpoint(
         step = whole_number("step", step, 0)
     with own_ranks().failing_together():
         manager = CheckpointManager(directory)
+    manager._falls_back, manager._missing_ok = False, missing_ok
     objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
-    how = _How(strict, missing_ok=missing_ok, fall_back=False)
-    restored = manager._restore(model, optimizer, step, objects, how)
+    restored = manager.restore(model, optimizer, step=step, objects=objects, strict=strict)
     if restored is None:
         return {"step": None, "extra": None}
     return {"step": restored.step, "extra": restored.extra}
 
 
-def _selection(names: Sequence[str], how: _How) -> Selection:
-    only, key_map, strict = how.only, how.key_map, how.strict
+def _selection(
+    names: Sequence[str],
+    only: Callable[[str], bool] | Collection[str] | None,
+    key_map: Mapping[str, str] | None,
+    *,
+    strict: bool,
+) -> Selection:
     if not isinstance(key_map, Mapping | None) or not all(
         isinstance(text, str) for pair in (key_map or {}).items() for text in pair
     ):

@@ -243,6 +243,7 @@ def _template(optimizer: Optimizer, params: Mapping[str, Tensor], given: Any) ->
             f"closure; make a step before its state is loaded"
         )
     grads, values = [param.grad for param in own], [param.clone() for param in without]
+    options = [dict(group) for group in optimizer.param_groups]  # some count steps there
     wanted = {name for values in given["state"].values() for name in values}
     # Those of torch_xla.amp.syncfree have other entries where a scaler made the steps.
     ways = (True, False) if takes_found_inf(optimizer) else (False,)
@@ -253,6 +254,8 @@ def _template(optimizer: Optimizer, params: Mapping[str, Tensor], given: Any) ->
                 break
         return read_optimizer(optimizer, params)
     finally:
+        for group, before in zip(optimizer.param_groups, options, strict=True):
+            group.update(before)
         for param, grad in zip(own, grads, strict=True):
             param.grad = grad
         for param, value in zip(without, values, strict=True):

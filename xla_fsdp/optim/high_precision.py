@@ -112,7 +112,6 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         self._fp32: dict[nn.Parameter, nn.Parameter] = {}
         self._keeps_masters, self._rounds, self._seed = master_weights, stochastic_rounding, seed
         super().__init__(params, inner_class, defaults)
-        self._take_initial_state()
 
     @staticmethod
     def is_elementwise(options: Mapping[str, Any]) -> bool:
@@ -194,8 +193,7 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
             free(fp32)
 
     def _take_initial_state(self) -> None:
-        """Move state that the inner optimizer created in its constructor to the parameters. Free
-        the fp32 values, which the first step copies, as parameters may change before it."""
+        # The first step copies fp32 values, as parameters may change before it.
         for param in params_of(self):
             fp32 = self.surrogate(param)
             if fp32 in self.inner.state:

@@ -38,11 +38,7 @@ class SurrogateOptimizer(Optimizer, ABC):
         self.inner = inner_class([self._as_inner(g) for g in self.param_groups], **defaults)
         self.defaults = self.inner.defaults
         self._options_from_inner()
-
-    @property
-    def is_built(self) -> bool:
-        """Whether the inner optimizer exists; torch's ``__init__`` adds groups earlier."""
-        return "inner" in vars(self)
+        self._take_initial_state()
 
     @property
     def takes_found_inf(self) -> bool:
@@ -55,16 +51,18 @@ class SurrogateOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers."""
-        if self.is_built:
+        is_built = "inner" in vars(self)  # torch's __init__ adds groups earlier
+        if is_built:
             self._options_to_inner()  # _options_from_inner would undo changes by a scheduler
         super().add_param_group(param_group)
-        if self.is_built:
+        if is_built:
             self.inner.add_param_group(self._as_inner(self.param_groups[-1]))
             self._options_from_inner()
             self._take_initial_state()
 
+    @abstractmethod
     def _take_initial_state(self) -> None:
-        """Move state that the inner optimizer created in its constructor to the parameters."""
+        """Free surrogates that are new, and take state that the inner optimizer has made."""
 
     def _as_inner(self, group: dict[str, Any]) -> dict[str, Any]:
         options = {name: value for name, value in group.items() if name not in NOT_OPTIONS}

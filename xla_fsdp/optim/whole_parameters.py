@@ -65,7 +65,6 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         self._own = OwnParts()
         super().__init__(params, optimizer_class, defaults)
         _refuse_needed_closure(self.inner)
-        self._take_initial_state()
 
     def surrogates(self, param: nn.Parameter) -> list[nn.Parameter]:
         """Return the whole parameters of a shard or stack; ``param`` if it is whole."""

@@ -119,7 +119,6 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         self._averaged = gradients_are_averaged
         self._reduced: _Reduced | None = None
         super().__init__(params, optimizer_class, defaults)
-        self.slices.free()
 
     def surrogates(self, param: nn.Parameter) -> list[nn.Parameter]:
         """Return the slice of ``param``; ``param`` if the optimizer needs it unsharded."""
@@ -137,8 +136,9 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         if problems:
             raise ValueError("\n".join(problems))
         super().add_param_group({**param_group, "params": given})
-        if self.is_built:
-            self.slices.free()
+
+    def _take_initial_state(self) -> None:
+        self.slices.free()
 
     @torch.no_grad()
     def make_state(self) -> None:

@@ -239,7 +239,7 @@ def holds_shards(obj: Any, depth: int = 0) -> bool:
         return any(map(is_part, obj.parameters()))
     if isinstance(obj, Optimizer):
         return any(map(is_part, params_of(obj)))
-    if isinstance(obj, Mapping) and (PLACES in obj or any(_marks(obj, PLACES))):
+    if isinstance(obj, Mapping) and (obj.get(PLACES) or any(_marks(obj, PLACES))):
         return True
     if isinstance(obj, Mapping | list | tuple) and depth < DEPTH:
         inside = obj.values() if isinstance(obj, Mapping) else obj

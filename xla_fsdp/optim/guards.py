@@ -367,12 +367,11 @@ def _places_in(optimizer: Optimizer) -> Places:
 
 def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict by position in the order of the optimizer's parameters."""
-    live = [group["params"] for group in optimizer.param_groups]
     groups = state_dict.get("param_groups", ())
-    if [len(own) for own in live] != [len(group["params"]) for group in groups]:
+    known = [[known_shard(p) for p in group["params"]] for group in optimizer.param_groups]
+    if [len(own) for own in known] != [len(group["params"]) for group in groups]:
         return state_dict  # torch tells
     refuse_other_places(state_dict.get(PLACES), _places_in(optimizer), "the optimizer's state dict")
-    known = [[known_shard(param) for param in own] for own in live]
     if not any(each is not None for own in known for each in own):
         return state_dict
     if PLACES not in state_dict:
@@ -381,10 +380,10 @@ def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(_UNKNOWN_ORDER)
         pairs = zip(groups, orders, strict=True)
         groups = [{**each, "params": [each["params"][i] for i in o or ()]} for each, o in pairs]
-    numbers = [group["params"] for group in groups]
-    if problems := list(_misfits(optimizer, live, numbers, state_dict["state"])):
+    state_dict = {**state_dict, "param_groups": groups}
+    if problems := list(_misfits(optimizer, state_dict)):
         raise ValueError("\n".join([*problems, _OTHER_ORDER]))
-    return marked(optimizer, {**state_dict, "param_groups": groups})
+    return marked(optimizer, state_dict)
 
 
 def _order(params: Sequence[FSDPParam | None]) -> list[int] | None:
@@ -400,17 +399,13 @@ def _order(params: Sequence[FSDPParam | None]) -> list[int] | None:
     return [ranked[place] for place in places]
 
 
-def _misfits(
-    optimizer: Optimizer,
-    live: Sequence[Sequence[Tensor]],
-    numbers: Sequence[Sequence[Any]],
-    state: Mapping[Any, Mapping[str, Any]],
-) -> Iterator[str]:
+def _misfits(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[str]:
     if not steps_elementwise(optimizer):  # whose state may have any shape
         return
-    for index, (own, group) in enumerate(zip(live, numbers, strict=True)):
-        for place, (param, number) in enumerate(zip(own, group, strict=True)):
-            for name, value in state.get(number, {}).items():
+    pairs = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    for index, (own, group) in enumerate(pairs):
+        for place, (param, number) in enumerate(zip(own["params"], group["params"], strict=True)):
+            for name, value in state_dict["state"].get(number, {}).items():
                 is_wide = isinstance(value, Tensor) and value.shape not in ((), (0,), (1,))
                 if is_wide and known_shard(param) is not None and value.shape != held_shape(param):
                     yield (

@@ -41,9 +41,7 @@ LOADED = ("momentum", "adamw capturable")
 def params(model: Any) -> dict[str, Tensor]:
     from xla_fsdp.state.optim import params_by_key
 
-    return params_by_key(
-        model.get_original_names_and_sharded_parameters(), model.named_parameters()
-    )
+    return params_by_key(model)
 
 
 def train(model: Any, optimizer: Any, steps: int, **arguments: Any) -> list[Tensor]:

@@ -13,12 +13,12 @@ than it had when it was saved. Hyperparameters are replaced, as in torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.checkpoint.format.records import (
@@ -28,9 +28,11 @@ from xla_fsdp.checkpoint.format.records import (
     StateEntry,
     StateKind,
 )
+from xla_fsdp.fsdp.engine.module_state import named_shards, reshard_units
 from xla_fsdp.fsdp.engine.param import StackPart, held_shape, known_shard
+from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
-from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of
+from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of, slice_of
 from xla_fsdp.optim.guards import marked
 from xla_fsdp.optim.optimizers import params_of
 
@@ -39,13 +41,21 @@ NOT_OPTIONS = ("params", "param_names")
 SET_BY_SCHEDULERS = "initial_lr"
 
 
-def params_by_key(
-    sharded: Iterable[tuple[str, Tensor]], named: Iterable[tuple[str, Tensor]]
-) -> dict[str, Tensor]:
+def distinct_shards(model: nn.Module) -> list[NamedShard]:
+    """Return every shard once, under its first key."""
+    shards: dict[object, NamedShard] = {}
+    for shard in named_shards(model):
+        shards.setdefault(shard.param.slots, shard)
+    return list(shards.values())
+
+
+def params_by_key(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter once, by key; a stacked one as its slice. The first of several names
-    for one shard is its key, as in ``get_shard_metadata()``. ``named`` is for what is unsharded."""
+    for one shard is its key, as in ``get_shard_metadata()``."""
+    reshard_units(model)
+    sharded = [(each.key, slice_of(each.param, each.group)) for each in distinct_shards(model)]
     keys: dict[int, tuple[str, Tensor]] = {}
-    for name, param in (*sharded, *named):
+    for name, param in (*sharded, *model.named_parameters()):
         if not is_stack(param):  # its slices are in ``sharded``
             keys.setdefault(id(param), (name, param))
     return dict(keys.values())

@@ -25,13 +25,13 @@ from xla_fsdp.checkpoint.format.records import (
     StateEntry,
     StateKind,
 )
-from xla_fsdp.fsdp.engine.module_state import named_shards, reshard_units
+from xla_fsdp.fsdp.engine.module_state import named_shards
 from xla_fsdp.fsdp.engine.param import all_joined, own_parts
 from xla_fsdp.fsdp.engine.param_group import NamedShard
-from xla_fsdp.fsdp.engine.stacked_params import slice_of
 from xla_fsdp.optim.optimizers import needs_closure, params_of, takes_found_inf
 from xla_fsdp.state.model import cut_outside_units, refuse_cut_outside
 from xla_fsdp.state.optim import (
+    distinct_shards,
     params_by_key,
     raise_if,
     read_optimizer,
@@ -61,7 +61,7 @@ def optim_state_dict(
     held = set(map(id, params_of(optimizer)))
     outside = [each for each in cut_outside_units(model) if id(each.param) in held]
     refuse_cut_outside(outside, "optim_state_dict")
-    state = read_optimizer(optimizer, _params(model))
+    state = read_optimizer(optimizer, params_by_key(model))
     execute_pending()  # with rank0_only some ranks alone read entries; see full_state_dict
     return to_full(state, _names(model), only=0 if rank0_only else None)
 
@@ -91,7 +91,7 @@ def cut_optim_state_dict(
 
 def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state of this rank's shards, by their keys in ``state_dict()``."""
-    state = read_optimizer(optimizer, _params(model))
+    state = read_optimizer(optimizer, params_by_key(model))
     return {
         "state": {
             key: {name: _on_host(entry.value) for name, entry in entries.items()}
@@ -112,24 +112,10 @@ def _to_load(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, full: bool
 ) -> tuple[dict[str, Tensor], OptimizerState]:
     """Return the model's parameters by key, and ``state`` of this rank's shards."""
-    params = _params(model)
+    params = params_by_key(model)
     template = _template(optimizer, params, state)
     own = from_full(state, template, _names(model)) if full else from_shards(state, template)
     return params, own
-
-
-def _params(model: nn.Module) -> dict[str, Tensor]:
-    reshard_units(model)
-    sharded = [(shard.key, slice_of(shard.param, shard.group)) for shard in _shards(model)]
-    return params_by_key(sharded, model.named_parameters())
-
-
-def _shards(model: nn.Module) -> list[NamedShard]:
-    """Return every shard once, under its first key."""
-    shards: dict[object, NamedShard] = {}
-    for shard in named_shards(model):
-        shards.setdefault(shard.param.slots, shard)
-    return list(shards.values())
 
 
 def _names(model: nn.Module) -> ShardNames:
@@ -144,7 +130,7 @@ def _names(model: nn.Module) -> ShardNames:
         is_slice = shard.param.slots.part is not None
         return shard.names[0] if is_slice else first[id(shard.param.leaf)]
 
-    shards = _shards(model)
+    shards = distinct_shards(model)
     originals = {
         shard.key: shard.names if shard.param.is_flat else [canonical_name(shard)]
         for shard in shards

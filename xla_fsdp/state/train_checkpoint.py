@@ -90,9 +90,7 @@ class TrainState:
         reshard_units(self._module)
         own = describe(self._module)
         self.metadata = replace(own, global_rank=None if own.groups is None else ops.rank())
-        self.params = params_by_key(
-            self.model.get_original_names_and_sharded_parameters(), self._module.named_parameters()
-        )
+        self.params = params_by_key(self._module)
 
     @property
     def _module(self) -> nn.Module:

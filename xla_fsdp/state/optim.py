@@ -66,27 +66,13 @@ class OptimizerParams:
     stacks of them."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
-        self._leaves = {key: _leaf_of(param) for key, param in params.items()}
+        # The leaf of each parameter, and which slice it is, if that is a stack.
+        self.places = {key: _leaf_of(param) for key, param in params.items()}
+        self.leaves = list({id(leaf): leaf for leaf, _ in self.places.values()}.values())
         self._keys: dict[int, list[str]] = defaultdict(list)
-        for key in sorted(self._leaves, key=self._number):
-            self._keys[id(self.leaf(key))].append(key)
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """The leaves, each once."""
-        return list({id(leaf): leaf for leaf, _ in self._leaves.values()}.values())
-
-    def leaf(self, key: str) -> Tensor:
-        """Return the parameter ``key``, or the stack that it is in."""
-        return self._leaves[key][0]
-
-    def part(self, key: str) -> StackPart | None:
-        """Return which slice of a stack the parameter is; None if it is in none."""
-        return self._leaves[key][1]
-
-    def _number(self, key: str) -> int:
-        part = self.part(key)
-        return 0 if part is None else part.number
+        numbers = {key: part.number if part else 0 for key, (_, part) in self.places.items()}
+        for key in sorted(numbers, key=numbers.__getitem__):
+            self._keys[id(self.places[key][0])].append(key)
 
     def keys(self, *leaves: Tensor) -> list[str]:
         """Return the keys of the parameters in ``leaves``, in order; none for other tensors."""
@@ -118,9 +104,9 @@ def read_optimizer(optimizer: Optimizer, params: Mapping[str, Tensor]) -> Optimi
         if (state := optimizer.state.get(leaf))
     }
     states = {
-        key: _entries_of_slice(by_leaf[leaf_id], known.part(key))
-        for key in params
-        if (leaf_id := id(known.leaf(key))) in by_leaf
+        key: _entries_of_slice(by_leaf[id(leaf)], part)
+        for key, (leaf, part) in known.places.items()
+        if id(leaf) in by_leaf
     }
     return OptimizerState(groups, states)
 

@@ -328,7 +328,11 @@ def loaded_before_a_step(rank: int) -> dict[str, bool]:
             g["lr"] for g in trained.param_groups
         ]
         found[f"{name}: gradients"] = all(p.grad is not None for p in model.parameters())
-        found[f"{name}: same steps"] = same(train(model, optimizer, 1), train(other, straight, 2))
+        # Not equal: XLA computes with a step that it knows when compiling, and rounds otherwise.
+        found[f"{name}: same steps"] = all(
+            torch.allclose(a, b, rtol=1e-6, atol=0)
+            for a, b in zip(train(model, optimizer, 1), train(other, straight, 2), strict=True)
+        )
     return found
 
 

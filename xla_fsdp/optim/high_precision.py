@@ -140,12 +140,12 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
             param_group = {ROUNDED_STEPS: 0, **param_group}
         super().add_param_group(param_group)
 
-    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+    def _step_surrogates(self, options: dict[str, Any]) -> None:
         stepped = [param for param in params_of(self) if param.grad is not None]
         salts = self._salts(stepped)
         for param in stepped:
             self._to_inner(param)
-        self._step_inner(found_inf, others)
+        self._step_inner(options)
         for param in stepped:
             self._from_inner(param, salts.get(param))
         for group in self.param_groups if self._rounds else ():

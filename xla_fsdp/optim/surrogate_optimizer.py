@@ -96,22 +96,22 @@ class SurrogateOptimizer(Optimizer, ABC):
                 flattened parameters have state of another shape than their own.
         """
         self._check_found_inf(found_inf)
+        if found_inf is not None:
+            others["found_inf"] = found_inf
         result = None
         if closure:  # callers of torch's own ZeRO pass 0, too
             with torch.enable_grad():
                 result = closure()
-        self._step_surrogates(found_inf, others)
+        self._step_surrogates(others)
         return result
 
     @abstractmethod
-    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+    def _step_surrogates(self, options: dict[str, Any]) -> None:
         """Give the surrogates values and gradients, ``_step_inner``, and take the results."""
 
-    def _step_inner(self, found_inf: Any, others: dict[str, Any]) -> None:
+    def _step_inner(self, options: dict[str, Any]) -> None:
         self._options_to_inner()
-        if found_inf is not None:
-            others = {**others, "found_inf": found_inf}
-        self.inner.step(**others)
+        self.inner.step(**options)
         self._options_from_inner()
 
     def _check_found_inf(self, found_inf: Any) -> None:

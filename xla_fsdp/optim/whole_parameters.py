@@ -70,12 +70,12 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         """Return the whole parameters of a shard or stack; ``param`` if it is whole."""
         return self._whole_params(param).params
 
-    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+    def _step_surrogates(self, options: dict[str, Any]) -> None:
         stepped = [each for each in self._all() if each.leaf.grad is not None]
         try:
             self._to_inner(stepped)
             with ops.ScaledProducts():
-                self._step_inner(found_inf, others)
+                self._step_inner(options)
             self._from_inner(stepped)
         finally:
             for each in stepped:

@@ -283,20 +283,18 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         if not self._averaged:
             average_(grads, self._groups)
 
-    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+    def _step_surrogates(self, options: dict[str, Any]) -> None:
         reduced = self._reduce(strict=True)
         if self.is_sliced:
-            self._step_slices(reduced, found_inf, others)
+            self._step_slices(reduced, options)
         else:
-            self._step_inner(found_inf, others)
+            self._step_inner(options)
         self._reduced = None
 
-    def _step_slices(
-        self, reduced: _Reduced, found_inf: Tensor | None, others: dict[str, Any]
-    ) -> None:
+    def _step_slices(self, reduced: _Reduced, options: dict[str, Any]) -> None:
         params = reduced.params
         with self.slices.filled(params, reduced.grads):
-            self._step_inner(found_inf, others)
+            self._step_inner(options)
             values = self.slices.all_gather(params, [self.slices.of(param) for param in params])
         for param, value in zip(params, values, strict=True):
             param.copy_(value)

@@ -170,14 +170,16 @@ def _names(model: nn.Module, submodules: Collection[nn.Module] | None) -> list[s
     Raises:
         ValueError: if one of them is not in ``model``.
     """
+    if submodules is None:
+        return [""]
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
-    if missing := [each for each in submodules or () if each not in names]:
+    if missing := [each for each in submodules if each not in names]:
         raise ValueError(
             f"submodules holds a {type(missing[0]).__name__} that is no module of the model"
         )
-    return [name for each in submodules or () for name in names[each]] or [""]
+    return [name for each in submodules for name in names[each]]
 
 
 def _is_in(names: Collection[str], key: str) -> bool:

@@ -230,7 +230,7 @@ def _template(optimizer: Optimizer, params: Mapping[str, Tensor], given: Any) ->
         )
     grads, values = [param.grad for param in own], [param.clone() for param in without]
     options = [dict(group) for group in optimizer.param_groups]  # some count steps there
-    wanted = {name for values in given["state"].values() for name in values}
+    wanted = {name for entries in given["state"].values() for name in entries}
     # Those of torch_xla.amp.syncfree have other entries where a scaler made the steps.
     ways = (True, False) if takes_found_inf(optimizer) else (False,)
     try:
@@ -241,6 +241,7 @@ def _template(optimizer: Optimizer, params: Mapping[str, Tensor], given: Any) ->
         return read_optimizer(optimizer, params)
     finally:
         for group, before in zip(optimizer.param_groups, options, strict=True):
+            group.clear()
             group.update(before)
         for param, grad in zip(own, grads, strict=True):
             param.grad = grad

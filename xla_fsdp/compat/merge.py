@@ -59,16 +59,7 @@ class SavedByJob:
         """Wait until the fresh shards of one save are complete; return at once if none is fresh.
 
         Also returns if nothing changes for ``patience`` seconds: the merge then reports the
-        problems.
-
-        Args:
-            ckpt_prefix: start of the paths of all shard files.
-            ckpt_suffix: pattern for the rest of their paths.
-            output: path of the merged file.
-            patience: in seconds.
-
-        Raises:
-            CheckpointError: if then some shards are of an earlier save than others.
+        problems. Raises CheckpointError if then some shards are of an earlier save than others.
         """
         seen: dict[str, _Stamp] | None = None
         stale: list[str] = []
@@ -122,12 +113,8 @@ def consolidate_sharded_model_checkpoints(
 
 
 def _stale(numbers: dict[str, int | None], fresh: set[str]) -> list[str]:
-    """Return one line for each shard that is not fresh, or of an earlier save than the last.
-
-    Args:
-        numbers: path of every shard to its save number.
-        fresh: paths of fresh files. If no shard is fresh, none is stale.
-    """
+    """Return one line for each shard that is not among the ``fresh``, or of an earlier save than
+    the last; ``numbers`` are of saves, by path. If no shard is fresh, none is stale."""
     of_fresh = {path: number for path, number in numbers.items() if path in fresh}
     last = max((number for number in of_fresh.values() if number is not None), default=None)
     stale = [path for path, number in numbers.items() if path not in fresh or number != last]

@@ -13,7 +13,7 @@ from xla_fsdp.comm_hooks import CommHook, Hook
 from xla_fsdp.distributed.collectives import XlaCollectives
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase, outermost_units, units_in
 from xla_fsdp.fsdp.engine.stacked_params import slice_of
-from xla_fsdp.optim.clip_grad import check_gradients, clip_grads, clip_grads_by_value_
+from xla_fsdp.optim.clip_grad import check_gradients, clip_grads
 from xla_fsdp.optim.guards import without_swaps
 from xla_fsdp.state.metadata import describe
 from xla_fsdp.state.summon import SummonOptions, summoned
@@ -106,7 +106,9 @@ class ShardedModule(FSDPModuleBase):
             RuntimeError: as ``clip_grad_norm_``.
         """
         check_gradients([unit.group for unit in self._fsdp_units()], "clip_grad_value_")
-        clip_grads_by_value_(self.params_with_grad, clip_value)
+        if not clip_value >= 0:
+            raise ValueError(f"clip_value must not be negative, got {clip_value}")
+        nn.utils.clip_grad_value_(self.params_with_grad, clip_value, foreach=False)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Reduce the gradients of all units in this module by ``hook``.

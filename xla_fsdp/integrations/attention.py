@@ -6,14 +6,14 @@ on CPU). Calling them again does nothing.
 
 from __future__ import annotations
 
-import functools
 import warnings
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from xla_fsdp.distributed.replacing import surround
 from xla_fsdp.integrations import UntestedVersionError, require
 from xla_fsdp.nn.attention.api import attention
 from xla_fsdp.recipe import attention as by_name
@@ -54,41 +54,29 @@ def replace_sdpa() -> None:
 
     Models must look the function up when they run (``F.scaled_dot_product_attention``).
     """
-    original: Any = F.scaled_dot_product_attention
-    if getattr(original, "is_of_xla_fsdp", False):
-        return
+    surround(F, "scaled_dot_product_attention", _sdpa)
 
-    @functools.wraps(original)
-    def scaled_dot_product_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if query.device.type == "xla":
-            problem = _problem(query, key, attn_mask, dropout_p)
-            if problem is None:
-                return attention(query, key, value, is_causal=is_causal, scale=scale)
-            _refuse_too_many_scores(query, key, problem)
-            warnings.warn(f"attention computes all scores at once: {problem}", stacklevel=2)
-        result: Tensor = original(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        return result
 
-    scaled_dot_product_attention.is_of_xla_fsdp = True  # type: ignore[attr-defined]
-    F.scaled_dot_product_attention = scaled_dot_product_attention
+def _sdpa(
+    original: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if query.device.type == "xla":
+        problem = _problem(query, key, attn_mask, dropout_p)
+        if problem is None:
+            return attention(query, key, value, is_causal=is_causal, scale=scale)
+        _refuse_too_many_scores(query, key, problem)
+        warnings.warn(f"attention computes all scores at once: {problem}", stacklevel=3)
+    return original(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def _refuse_too_many_scores(query: Tensor, key: Tensor, problem: str) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator
-from functools import partial, wraps
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from xla_fsdp import compat
 from xla_fsdp.distributed.launcher import launch
+from xla_fsdp.distributed.replacing import surround
 from xla_fsdp.integrations import require
 from xla_fsdp.recipe.apply import parallelize
 from xla_fsdp.xla.cpu_rank_patches import run_slot
@@ -40,8 +41,8 @@ def install(cpu_ranks: int | None = None) -> None:
     """
     compat.install()
     for strategies in _modules("strategies"):
-        _take_recipes(strategies.XLAFSDPStrategy)
-        _save_together(strategies.XLAFSDPStrategy)
+        surround(strategies.XLAFSDPStrategy, "setup_module", _setup_module)
+        surround(strategies.XLAFSDPStrategy, "_save_checkpoint_shard", _save_shard)
     if cpu_ranks is None:
         return
     device = os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -63,33 +64,17 @@ def _modules(name: str) -> Iterator[Any]:
             yield importlib.import_module(f"{package}.{name}")
 
 
-def _take_recipes(strategy: Any) -> None:
-    """Let ``setup_module`` parallelize the module if the strategy was given a ``recipe``."""
-    original = strategy.setup_module
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @wraps(original)
-    def setup_module(self: Any, module: Any) -> Any:
-        if "recipe" not in self._fsdp_kwargs:
-            return original(self, module)
-        # Fabric makes optimizers afterwards.
-        return parallelize(module, None, **self._parse_fsdp_kwargs()).model
-
-    strategy.setup_module = setup_module
+def _setup_module(original: Callable[..., Any], strategy: Any, module: Any) -> Any:
+    """Parallelize the module if the strategy was given a ``recipe``."""
+    if "recipe" not in strategy._fsdp_kwargs:
+        return original(strategy, module)
+    # Fabric makes optimizers afterwards.
+    return parallelize(module, None, **strategy._parse_fsdp_kwargs()).model
 
 
-def _save_together(strategy: Any) -> None:
-    """Let ranks write their shards once all have seen that the directory is empty. One that looked
-    later found the file of another, and took it for an old checkpoint."""
-    original = strategy._save_checkpoint_shard
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @wraps(original)
-    def save_shard(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not self._sequential_save:  # else ranks come here one after the other
-            self.barrier("all-have-looked")
-        original(self, *args, **kwargs)
-
-    strategy._save_checkpoint_shard = save_shard
+def _save_shard(original: Callable[..., None], strategy: Any, *args: Any, **kwargs: Any) -> None:
+    """Write shards once all ranks have seen that the directory is empty. One that looked later
+    found the file of another, and took it for an old checkpoint."""
+    if not strategy._sequential_save:  # else ranks come here one after the other
+        strategy.barrier("all-have-looked")
+    original(strategy, *args, **kwargs)

@@ -23,6 +23,7 @@ from transformers import trainer as trainer_module
 from transformers.training_args import OptimizerNames
 
 from xla_fsdp.distributed.launcher import one_rank_at_a_time
+from xla_fsdp.distributed.replacing import surround
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations import require
 from xla_fsdp.integrations.accelerate import SHARDS, Accelerator
@@ -52,31 +53,19 @@ def install() -> None:
     """
     trainer_module.Accelerator = Accelerator
     for name, replacement in _REPLACEMENTS.items():
-        original = getattr(transformers.Trainer, name)
-        if not getattr(original, "is_of_xla_fsdp", False):
-            setattr(transformers.Trainer, name, _with_original(original, replacement))
+        surround(transformers.Trainer, name, replacement)
 
 
 def is_sharded(trainer: Any) -> bool:
-    """Return whether a trainer's model is wrapped, as it is from the first training or evaluation
-    on."""
+    """Return whether a trainer's model is wrapped: from its first training or evaluation on."""
     return isinstance(trainer.model, XlaFullyShardedDataParallel)
-
-
-def _with_original(original: Original, replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(functools.partial(original, trainer), trainer, *args, **kwargs)
-
-    method.is_of_xla_fsdp = True  # type: ignore[attr-defined]
-    return method
 
 
 # ---------------------------------------------------------------- wrapping
 
 
 def _init(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> None:
-    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments.get("args")
+    given = inspect.signature(original).bind_partial(trainer, *args, **kwargs).arguments.get("args")
     config = getattr(given, "fsdp_config", None)
     if isinstance(config, Mapping) and config.get("xla_fsdp_v2") and not ops.is_spmd():
         raise ValueError(
@@ -85,14 +74,14 @@ def _init(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> None:
             '(fsdp_config={"xla": true, ...}, one rank for each chip); or call '
             "torch_xla.runtime.use_spmd() and leave install() out"
         )
-    original(*args, **kwargs)
+    original(trainer, *args, **kwargs)
 
 
 def _wrap_model(original: Original, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     # The trainer's own model must be the wrapper. The original does not set it, so that the Trainer
     # makes no optimizer (transformers 5), or one that accelerate does not know.
     if not trainer.is_fsdp_xla_v1_enabled:
-        return original(model, *args, **kwargs)
+        return original(trainer, model, *args, **kwargs)
     if not is_sharded(trainer):
         trainer.model = trainer.model_wrapped = shard_as_configured(trainer.model, trainer.args)
         # The Trainer's default is torch's fused kernel, which does not exist for XLA.
@@ -209,7 +198,7 @@ def _save_model(
     original: Original, trainer: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
     if not is_sharded(trainer):
-        original(output_dir, _internal_call)
+        original(trainer, output_dir, _internal_call)
         return
     full = full_state_dict(trainer.model, rank0_only=True)
     if trainer.args.should_save:
@@ -234,9 +223,9 @@ def _write_merged(trainer: Any, full: dict[str, Any], directory: Path) -> None:
 
 def _save_train_state(original: Original, trainer: Any, output_dir: str) -> None:
     if not is_sharded(trainer):
-        original(output_dir)
+        original(trainer, output_dir)
         return
-    optimizer, step = _inner(trainer.optimizer), trainer.state.global_step
+    optimizer, step = _plain_optimizer(trainer), trainer.state.global_step
     schedulers = trainer.lr_scheduler
     # As Trainer does, whoever has saved there before.
     save_checkpoint(
@@ -250,15 +239,15 @@ def _save_train_state(original: Original, trainer: Any, output_dir: str) -> None
 def _load_model(original: Original, trainer: Any, checkpoint: str, *args: Any, **kw: Any) -> None:
     # If there are shards, _load_train_state loads the model with its optimizer.
     if not (trainer.is_fsdp_xla_v1_enabled and _shards(checkpoint).is_dir()):
-        original(checkpoint, *args, **kw)
+        original(trainer, checkpoint, *args, **kw)
 
 
 def _load_train_state(original: Original, trainer: Any, checkpoint: str | None) -> None:
     if checkpoint is None or not is_sharded(trainer):
-        original(checkpoint)
+        original(trainer, checkpoint)
         return
     if _shards(checkpoint).is_dir():
-        optimizer = _inner(trainer.optimizer)
+        optimizer = _plain_optimizer(trainer)
         load_checkpoint(_shards(checkpoint), trainer.model, optimizer, trainer.lr_scheduler)
     elif any(Path(checkpoint).glob("rank*-of-*-optimizer.pt")):
         raise ValueError(
@@ -273,7 +262,7 @@ def _load_best_model(original: Original, trainer: Any) -> None:
     if is_sharded(trainer) and _shards(best).is_dir():
         load_checkpoint(_shards(best), trainer.model)
     else:
-        original()
+        original(trainer)
 
 
 # ---------------------------------------------------------------- random numbers
@@ -283,13 +272,13 @@ def _load_best_model(original: Original, trainer: Any) -> None:
 
 
 def _save_random_state(original: Original, trainer: Any, output_dir: str) -> None:
-    original(output_dir)
+    original(trainer, output_dir)
     _remember_random_state(trainer)
 
 
 def _load_random_state(original: Original, trainer: Any, checkpoint: str | None) -> None:
     with one_rank_at_a_time():  # torch's list of types that may be unpickled is global
-        original(checkpoint)
+        original(trainer, checkpoint)
     _remember_random_state(trainer)
 
 
@@ -301,15 +290,16 @@ def _remember_random_state(trainer: Any) -> None:
 def _training_step(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     if (state := vars(trainer).pop("xla_fsdp_random_state", None)) is not None:
         ops.set_rng_state(state, trainer.args.device)
-    return original(*args, **kwargs)
+    return original(trainer, *args, **kwargs)
+
+
+def _plain_optimizer(trainer: Any) -> Any:
+    """Return the optimizer inside of what accelerate has prepared."""
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 def _shards(directory: str | os.PathLike[str]) -> Path:
     return Path(directory, SHARDS)
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 # Methods of ``Trainer`` and their replacements, called as ``function(original, trainer, ...)``.

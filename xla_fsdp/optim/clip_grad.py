@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from xla_fsdp.distributed.collectives import Collectives, along
 from xla_fsdp.distributed.placement import known_placement
@@ -29,17 +28,12 @@ from xla_fsdp.fsdp.engine.thread import with_shards
 from xla_fsdp.xla import ops
 
 
-@dataclass(frozen=True)
-class Slices:
-    """Gradients that are sharded over ranks.
+class Slices(NamedTuple):
+    """This rank's slices of gradients, and one of collectives for each axis that shards them: that
+    of FSDP, a tensor-parallel one. Unsharded gradients have none, and are the same on all ranks."""
 
-    Args:
-        grads: this rank's slices.
-        collectives: one for each axis that shards them: that of FSDP, and a tensor-parallel one.
-    """
-
-    grads: Sequence[Tensor]
-    collectives: Sequence[Collectives]
+    grads: list[Tensor]
+    collectives: list[Collectives]
 
 
 def clip_grad_norm_(
@@ -87,29 +81,13 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Return the norm of gradients, as one vector over all ranks; every rank must call it.
-
-    Like ``torch.nn.utils.get_total_norm``, which this replaces for shards.
-
-    Args:
-        tensors: gradients, as they are in ``param.grad``, or parameters. Copies are not known to be
-            parts of something.
-        norm_type: p of the p-norm, or ``float("inf")``.
-        error_if_nonfinite: raise if the norm is not finite; the norm is then read at once.
-        foreach: accepted as in torch.
-
-    Returns:
-        A lazy fp32 scalar on the device.
-
-    Raises:
-        ValueError: if ``norm_type`` is not positive.
-        RuntimeError: as ``clip_grad_norm_``.
-    """
+    """Return the norm as ``torch.nn.utils.get_total_norm``, which this replaces for shards; every
+    rank must call it. Of gradients as they are in ``param.grad``, or parameters: copies are not
+    known to be parts of something."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     owners = owners_of_grads(given)
     check_gradients([known_group(owner) for owner in owners], "get_total_norm")
-    sliced, unsharded = _divided(zip(owners, given, strict=True), None)
-    norm = norm_over_ranks(sliced, unsharded, norm_type)
+    norm = norm_over_ranks(_divided(zip(owners, given, strict=True), None), norm_type)
     if error_if_nonfinite:
         _check_finite(norm, norm_type)
     return norm
@@ -121,8 +99,7 @@ def _check_finite(norm: Tensor, norm_type: float) -> None:
 
 
 def check_gradients(groups: Sequence[KnownGroup | None], function: str) -> None:
-    """Raise RuntimeError if ``function`` cannot change the gradients of these groups: they are
-    stepped in backward, or not reduced yet."""
+    """Raise RuntimeError if the gradients are gone, stepped in backward, or not reduced yet."""
     found = [group for group in groups if group is not None]
     if any(group.steps_in_backward for group in found):
         raise RuntimeError(
@@ -144,76 +121,42 @@ def clip_grads(
     norm_type: float,
     over: Collectives | None = None,
 ) -> Tensor:
-    """Clip the gradients of parameters, sharded or not, by their norm over all ranks.
-
-    Norms of shards are combined by ``over``, or each by the collectives of its own group.
-    """
+    """Clip the gradients of parameters, sharded or not, by their norm over all ranks. Norms of
+    shards are combined by ``over``, or each by the collectives of its own group."""
     distinct = {id(param): param for param in parameters}.values()
-    sliced, unsharded = _divided(((param, param.grad) for param in distinct), over)
-    return clip_grads_by_norm_(sliced, unsharded, max_norm, norm_type)
+    slices = _divided(((param, param.grad) for param in distinct), over)
+    return clip_grads_by_norm_(slices, max_norm, norm_type)
 
 
 def _divided(
     grads: Iterable[tuple[Tensor, Tensor | None]], over: Collectives | None
-) -> tuple[list[Slices], list[Tensor]]:
-    """Divide gradients, each with its parameter, into those of shards, by their ranks, and
-    others."""
-    found: dict[Any, list[Tensor]] = {}
-    ranks: dict[Any, list[Collectives]] = {}
+) -> list[Slices]:
+    """Divide gradients, each with its parameter, by the ranks that share them; unsharded last."""
+    found: dict[Any, Slices] = {}
     for param, grad in grads:
         by = shared_by(param, over)
-        key = tuple(each.key for each in by)
         # Also without a gradient: every rank must make the same collectives.
-        ranks.setdefault(key, by)
-        found.setdefault(key, []).extend([] if grad is None else [grad])
-    unsharded = found.pop((), [])
-    return [Slices(found[key], ranks[key]) for key in found], unsharded
+        slices = found.setdefault(tuple(each.key for each in by), Slices([], by))
+        slices.grads.extend([] if grad is None else [grad])
+    return sorted(found.values(), key=lambda slices: not slices.collectives)
 
 
 @torch.no_grad()
-def clip_grads_by_norm_(
-    sliced: Sequence[Slices], unsharded: Sequence[Tensor], max_norm: float, norm_type: float
-) -> Tensor:
-    """Scale gradients in place so that their norm over all ranks is at most ``max_norm``.
-
-    Args:
-        sliced: gradients of shards; every rank gives the same groups in the same order.
-        unsharded: unsharded gradients, the same on every rank.
-        max_norm: the largest norm allowed.
-        norm_type: p of the p-norm; ``inf`` for the largest magnitude.
-
-    Returns:
-        The norm, a lazy fp32 scalar on the device.
-    """
-    total = norm_over_ranks(sliced, unsharded, norm_type)
+def clip_grads_by_norm_(slices: Sequence[Slices], max_norm: float, norm_type: float) -> Tensor:
+    """Scale gradients in place so that their norm over all ranks is at most ``max_norm``; return
+    the norm, a lazy fp32 scalar on the device."""
+    total = norm_over_ranks(slices, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in [*(grad for part in sliced for grad in part.grads), *unsharded]:
+    for grad in [grad for each in slices for grad in each.grads]:
         grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
     return total
 
 
-def norm_over_ranks(
-    sliced: Sequence[Slices], unsharded: Sequence[Tensor], norm_type: float
-) -> Tensor:
-    """Return the norm over all ranks; arguments are those of ``clip_grads_by_norm_``."""
+def norm_over_ranks(slices: Sequence[Slices], norm_type: float) -> Tensor:
+    """Return the norm of gradients over all ranks, which give the same groups in the same order."""
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-    parts = [_norm_of_slices(part, norm_type) for part in sliced]
-    return _combined([*parts, *_norms(unsharded, norm_type)], norm_type)
-
-
-@torch.no_grad()
-def clip_grads_by_value_(params: Sequence[nn.Parameter], clip_value: float) -> None:
-    """Clamp the gradients of ``params`` in place into [-clip_value, clip_value].
-
-    Raises:
-        ValueError: if ``clip_value`` is negative or not a number.
-    """
-    if not clip_value >= 0:
-        raise ValueError(f"clip_value must not be negative, got {clip_value}")
-    for param in params:
-        if param.grad is not None:
-            param.grad.clamp_(-clip_value, clip_value)
+    return _combined([norm for each in slices for norm in _norms_of(each, norm_type)], norm_type)
 
 
 def shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
@@ -227,25 +170,25 @@ def shared_by(param: Tensor, over: Collectives | None) -> list[Collectives]:
     return by
 
 
-def _norm_of_slices(part: Slices, p: float) -> Tensor:
-    norm = _combined(_norms(part.grads, p), p)
-    for collectives in part.collectives:
+def _norms_of(slices: Slices, p: float) -> list[Tensor]:
+    """Return the norms of unsharded gradients, or one of all slices over all ranks."""
+    norms = [
+        torch.linalg.vector_norm(grad, p, dtype=torch.float32).to(ops.device())
+        for grad in slices.grads
+        if grad.numel()
+    ]
+    if not slices.collectives:
+        return norms
+    norm = _combined(norms, p)
+    for collectives in slices.collectives:
         if math.isinf(p):
             norm = collectives.all_reduce("max", norm)
         else:
             norm = collectives.all_reduce("sum", norm.pow(p)).pow(1.0 / p)
-    return norm
+    return [norm]
 
 
 def _combined(norms: Sequence[Tensor], p: float) -> Tensor:
     """Return the norm of all the vectors that have these norms."""
     # torch's norm of a tensor, never Python's max over scalars: that would sync for each of them.
     return torch.linalg.vector_norm(torch.stack([torch.zeros((), device=ops.device()), *norms]), p)
-
-
-def _norms(grads: Iterable[Tensor], p: float) -> list[Tensor]:
-    return [
-        torch.linalg.vector_norm(grad, p, dtype=torch.float32).to(ops.device())
-        for grad in grads
-        if grad.numel()
-    ]

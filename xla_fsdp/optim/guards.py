@@ -7,26 +7,27 @@ marks, which files keep; values of ``fully_shard``'s, and copies of them; models
 objects.
 
 State dicts of optimizers know parameters by position. torch_xla's FSDP lists the parameters of an
-outer unit before those of inner ones; here they come in the order of the model. So the state of a
-job of torch_xla belongs to other parameters, unless the order is that of the model's file, which is
-noted when that is loaded, until the first step. Nothing has changed when an error is raised.
+outer unit before those of inner ones; here they come in the order of the model, and state dicts
+have a mark. What has none is taken to be in the order of the model's file, which is noted when that
+is loaded. Nothing has changed when an error is raised.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import os
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
 from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +36,8 @@ from torch.nn.utils import parametrize
 from torch.optim.optimizer import Optimizer
 
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
+from xla_fsdp.distributed.replacing import surround
+from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.engine.load_hooks import (
     MARK,
     PLACES,
@@ -54,9 +57,10 @@ from xla_fsdp.fsdp.engine.param import (
     refuse_shown,
 )
 from xla_fsdp.fsdp.engine.shard_tensor import SavedShard, ShardView, is_part, is_sharded
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import package_code
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
-from xla_fsdp.optim.optimizers import check_steps, steps_elementwise
+from xla_fsdp.optim.optimizers import check_steps, params_of, steps_elementwise
 from xla_fsdp.xla import ops
 
 # Process-wide, not by rank, as are the functions that are replaced.
@@ -76,14 +80,28 @@ def _install_once() -> None:
     ops.refuse_reduce_gradients_of(is_part)
     ops.before_gather_with_gradient(_warn_of_gather)
     ops.before_master_saves(_refuse_master_save)
-    _guard_optimizer_state_dicts()
     _guard("clip_grad_norm_", _refuse_shards)
     _guard("get_total_norm", _count_all_ranks)
     _guard("clip_grads_with_norm_", _need_gradients_of_shards)
-    _guard_saves()
-    _guard_conversions()
-    parametrize.register_parametrization = _of_full_parameters(parametrize.register_parametrization)
-    parametrize.remove_parametrizations = _to_parameters(parametrize.remove_parametrizations)
+    # Not hooks, which each optimizer would need: torch has none for all of them.
+    surround(Optimizer, "state_dict", _optimizer_state_dict)
+    surround(Optimizer, "load_state_dict", _load_optimizer_state_dict)
+    surround(torch, "save", partial(_save, "torch.save"))
+    for name in ("dump", "dumps"):
+        surround(pickle, name, partial(_save, f"pickle.{name}"))
+    # Not around save_file and save, which scripts have imported by name before. Which of these
+    # they call depends on the version.
+    for name in {"_flatten", "_flatten_as_ptr"} & set(vars(safetensors.torch)):
+        surround(safetensors.torch, name, partial(_save, "safetensors.torch"))
+    surround(nn.Module, "load_state_dict", _load_state_dict)
+    surround(DistributedDataParallel, "__init__", _refuse_ddp)
+    surround(parametrize, "register_parametrization", _register_parametrization)
+    surround(parametrize, "remove_parametrizations", _remove_parametrizations)
+    surround(
+        torch.__future__,
+        "get_swap_module_params_on_conversion",
+        lambda original: original() and not _without_swaps.get(),
+    )
 
 
 def _warn_of_gather() -> None:
@@ -98,20 +116,17 @@ def _warn_of_gather() -> None:
 def _guard(name: str, instead: Callable[[list[Tensor]], Callable[..., Any] | None]) -> None:
     """Let a function of ``torch.nn.utils``, under both names that it may have, first show
     ``instead`` its tensors; that may return what is to be called in its place."""
-    original = getattr(torch.nn.utils, name)
-    signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
+    def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
         first, tensors = next(iter(bound.arguments.items()))
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         refuse_shown(given, f"torch.nn.utils.{name}")
         bound.arguments[first] = given
         return (instead(given) or original)(*bound.args, **bound.kwargs)
 
-    setattr(torch.nn.utils, name, guarded)
-    setattr(torch_clip_grad, name if hasattr(torch_clip_grad, name) else f"_{name}", guarded)
+    surround(torch.nn.utils, name, guarded)
+    surround(torch_clip_grad, name if hasattr(torch_clip_grad, name) else f"_{name}", guarded)
 
 
 def _count_all_ranks(given: list[Tensor]) -> Callable[..., Tensor] | None:
@@ -133,39 +148,34 @@ def _refuse_shards(given: list[Tensor]) -> None:
     check_gradients([known_group(param) for param in given], "clip_grad_norm_")
 
 
-def _of_full_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def guarded(module: Any, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
-        given = getattr(module, tensor_name, None)
-        if isinstance(given, Tensor) and is_sharded(given):
-            raise RuntimeError(
-                f"a parametrization of {tensor_name} was registered, which is a shard by now. It "
-                f"would compute with this rank's part. Register parametrizations before sharding: "
-                f"the unit then shards what they compute from"
-            )
-        was_parameter = tensor_name in module._parameters
-        result = original(module, tensor_name, *args, **kwargs)
-        if was_parameter:
-            module.parametrizations[tensor_name].of_parameter = True
-        return result
-
-    return guarded
+def _register_parametrization(
+    original: Callable[..., Any], module: Any, tensor_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    given = getattr(module, tensor_name, None)
+    if isinstance(given, Tensor) and is_sharded(given):
+        raise RuntimeError(
+            f"a parametrization of {tensor_name} was registered, which is a shard by now. It "
+            f"would compute with this rank's part. Register parametrizations before sharding: "
+            f"the unit then shards what they compute from"
+        )
+    was_parameter = tensor_name in module._parameters
+    result = original(module, tensor_name, *args, **kwargs)
+    if was_parameter:
+        module.parametrizations[tensor_name].of_parameter = True
+    return result
 
 
-def _to_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+def _remove_parametrizations(
+    original: Callable[..., Any], module: Any, tensor_name: str, *args: Any, **kwargs: Any
+) -> Any:
     """PEFT puts parametrizations on in a forward and takes them off; torch then makes an unsharded
     tensor a buffer, as it is no nn.Parameter. It is to be the parameter that it was."""
-
-    @functools.wraps(original)
-    def removed(module: Any, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
-        known = getattr(module, "parametrizations", {})
-        was_parameter = tensor_name in known and hasattr(known[tensor_name], "of_parameter")
-        result = original(module, tensor_name, *args, **kwargs)
-        if was_parameter and tensor_name in result._buffers:
-            result._parameters[tensor_name] = result._buffers.pop(tensor_name)
-        return result
-
-    return removed
+    known = getattr(module, "parametrizations", {})
+    was_parameter = tensor_name in known and hasattr(known[tensor_name], "of_parameter")
+    result = original(module, tensor_name, *args, **kwargs)
+    if was_parameter and tensor_name in result._buffers:
+        result._parameters[tensor_name] = result._buffers.pop(tensor_name)
+    return result
 
 
 # ---------------------------------------------------------------- saves and loads
@@ -181,39 +191,14 @@ _INSTEAD = (
 )
 
 
-def _guard_saves() -> None:
-    """Put the guards around functions that write state dicts, and around torch's that load them."""
-    torch.save = _warned("torch.save", torch.save)
-    for name in ("dump", "dumps"):
-        setattr(pickle, name, _warned(f"pickle.{name}", getattr(pickle, name)))
-    _warn_in_safetensors()
-    nn.Module.load_state_dict = _explained(nn.Module.load_state_dict)  # type: ignore[method-assign]
-    _refuse_ddp()
-
-
-def _warned(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``original``, which writes its first argument, warn of shards, and refuse to write those
-    of several ranks to one path."""
-
-    @functools.wraps(original)
-    def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if holds_shards(obj) and ops.world_size() > 1:
-            file = args[0] if args else kwargs.get("f")
-            if isinstance(file, str | os.PathLike):
-                _refuse_shared_file(os.path.abspath(file))
-            _warn(name, obj)
-        return original(obj, *args, **kwargs)
-
-    return save
-
-
-def _warn_in_safetensors() -> None:
-    # Not around save_file and save, which scripts have imported by name before. Which of these
-    # they call depends on the version.
-    with contextlib.suppress(ModuleNotFoundError):
-        module = importlib.import_module("safetensors.torch")
-        for name in {"_flatten", "_flatten_as_ptr"} & set(vars(module)):
-            setattr(module, name, _warned("safetensors.torch", getattr(module, name)))
+def _save(name: str, original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """Warn of shards, and refuse to write those of several ranks to one path."""
+    if holds_shards(obj) and ops.world_size() > 1:
+        file = args[0] if args else kwargs.get("f")
+        if isinstance(file, str | os.PathLike):
+            _refuse_shared_file(os.path.abspath(file))
+        _warn(name, obj)
+    return original(obj, *args, **kwargs)
 
 
 def _warn(name: str, obj: Any) -> None:
@@ -223,7 +208,7 @@ def _warn(name: str, obj: Any) -> None:
             f"one of each rank, can be loaded on as many ranks, and not be merged. "
             f"{_INSTEAD}. To merge files of shards later, save model.get_shard_metadata() with "
             f"them by torch.save, as {METADATA!r}",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -253,8 +238,8 @@ def holds_shards(obj: Any, depth: int = 0) -> bool:
     if isinstance(obj, nn.Module):
         return any(map(is_part, obj.parameters()))
     if isinstance(obj, Optimizer):
-        return any(is_part(param) for group in obj.param_groups for param in group["params"])
-    if isinstance(obj, Mapping) and (PLACES in obj or any(_marks(obj, PLACES))):
+        return any(map(is_part, params_of(obj)))
+    if isinstance(obj, Mapping) and (obj.get(PLACES) or any(_marks(obj, PLACES))):
         return True
     if isinstance(obj, Mapping | list | tuple) and depth < DEPTH:
         inside = obj.values() if isinstance(obj, Mapping) else obj
@@ -270,25 +255,22 @@ def _marks(state: Any, key: str) -> list[Any]:
     return [each.get(key) for each in modules if isinstance(each, Mapping)]
 
 
-def _explained(original: Callable[..., Any]) -> Callable[..., Any]:
+def _load_state_dict(
+    original: Callable[..., Any], module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Say in the error of a load why shapes differ, where it is this package's doing."""
-
-    @functools.wraps(original)
-    def load_state_dict(module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with package_code():  # torch compares shapes, of shards here
-                return original(module, state_dict, *args, **kwargs)
-        except RuntimeError as error:
-            why = _why(module, state_dict) if "size mismatch" in str(error) else ""
-            if not why:
-                raise
-            raise RuntimeError(f"{error}\n{why}") from None
-
-    return load_state_dict
+    try:
+        with package_code():  # torch compares shapes, of shards here
+            return original(module, state_dict, *args, **kwargs)
+    except RuntimeError as error:
+        why = _why(module, state_dict) if "size mismatch" in str(error) else ""
+        if not why:
+            raise
+        raise RuntimeError(f"{error}\n{why}") from None
 
 
 def _why(module: nn.Module, state: Any) -> str:
-    if _is_inside_of_a_wrapper(module):
+    if shards_of_others(module):
         return (
             f"The {type(module).__name__} is inside of a wrapper, which turns full tensors into "
             f"shards: call load_state_dict of the wrapper, model.load_state_dict(state), not "
@@ -315,75 +297,67 @@ def _has_fewer_rows(module: nn.Module, state: Mapping[str, Any]) -> bool:
     return all(a == b or len(b) == 1 or a[1:] == b[1:] for a, b in pairs)
 
 
-def _is_inside_of_a_wrapper(module: nn.Module) -> bool:
-    """Return whether ``module`` has shards that no unit in it has made."""
-    groups = [unit.group for unit in units_in(module)]
-    return any(is_sharded(p) and known_group(p) not in groups for p in module.parameters())
+def owned_by(units: Iterable[FSDPState]) -> set[tuple[int, str]]:
+    """Return where the units' parameters are, by module and attribute: inside summon_full_params
+    these hold tensors that are no shards."""
+    return {
+        (id(owner.module), owner.attribute)
+        for unit in units
+        for param in unit.group.params
+        for owner in param.owners
+    }
 
 
-def _refuse_ddp() -> None:
-    original = DistributedDataParallel.__init__
+def shards_of_others(module: nn.Module) -> list[str]:
+    """Return the names of shards in ``module`` that no unit in it has made."""
+    units = units_in(module)
+    groups, owned = {id(unit.group) for unit in units}, owned_by(units)
+    return [
+        join_name(prefix, attribute)
+        for prefix, each in module.named_modules(remove_duplicate=False)
+        for attribute, param in each._parameters.items()
+        if param is not None and (id(each), attribute) not in owned
+        if (group := known_group(param)) is not None and id(group) not in groups
+    ]
 
-    @functools.wraps(original)
-    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if any(map(is_sharded, module.parameters())):
-            raise ValueError(
-                f"DistributedDataParallel was put around a {type(module).__name__} that is "
-                "sharded: it would average shards, which are different parts of the parameters. "
-                "Leave it out, gradients are averaged already; for replicas of a sharded model "
-                "give it a mesh, init_mesh((2, 4), ('replica', 'shard'))"
-            )
-        original(self, module, *args, **kwargs)
 
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+def _refuse_ddp(
+    original: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    if any(map(is_sharded, module.parameters())):
+        raise ValueError(
+            f"DistributedDataParallel was put around a {type(module).__name__} that is "
+            "sharded: it would average shards, which are different parts of the parameters. "
+            "Leave it out, gradients are averaged already; for replicas of a sharded model "
+            "give it a mesh, init_mesh((2, 4), ('replica', 'shard'))"
+        )
+    original(self, module, *args, **kwargs)
 
 
 # ---------------------------------------------------------------- state dicts of optimizers
 
-_translated: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-"""The last place of the order in which an optimizer has loaded state."""
+
+def _optimizer_state_dict(
+    original: Callable[..., dict[str, Any]], optimizer: Optimizer
+) -> dict[str, Any]:
+    return marked(optimizer, original(optimizer))
 
 
-class _Own(threading.local):
-    order = False
+def _load_optimizer_state_dict(
+    original: Callable[..., None], optimizer: Optimizer, state_dict: dict[str, Any]
+) -> None:
+    original(optimizer, fitting(optimizer, state_dict))
 
 
-_own = _Own()
-
-
-@contextlib.contextmanager
-def in_own_order() -> Iterator[None]:
-    """State dicts that this rank loads in the block are in this package's order, and checked."""
-    before, _own.order = _own.order, True
-    try:
-        yield
-    finally:
-        _own.order = before
-
-
-def _guard_optimizer_state_dicts() -> None:
-    """Let every optimizer's state dict tell which shards it is of from now on, and its
-    ``load_state_dict`` check and translate."""
-    read: Callable[..., dict[str, Any]] = Optimizer.state_dict
-    load: Callable[..., None] = Optimizer.load_state_dict
-
-    @functools.wraps(read)
-    def state_dict(optimizer: Optimizer) -> dict[str, Any]:
-        state, places = read(optimizer), _places_in(optimizer)
-        return {**state, PLACES: places} if places else state
-
-    @functools.wraps(load)
-    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        return load(optimizer, fitting(optimizer, state_dict))
-
-    # Not hooks, which each optimizer would need: torch has none for all of them.
-    Optimizer.state_dict = state_dict  # type: ignore[method-assign, assignment]
-    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
+def marked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Let a state dict in the optimizer's order tell that, and which shards it is of."""
+    if all(known_group(param) is None for param in params_of(optimizer)):
+        return state_dict
+    return {**state_dict, PLACES: _places_in(optimizer)}
 
 
 def _places_in(optimizer: Optimizer) -> Places:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    known = [(known_shard(param), known_group(param)) for param in params]
+    known = [(known_shard(param), known_group(param)) for param in params_of(optimizer)]
     return places_of(
         (param, group.collectives_of(param))
         for param, group in known
@@ -392,41 +366,29 @@ def _places_in(optimizer: Optimizer) -> Places:
 
 
 def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict by position in the order of the optimizer's parameters.
-
-    Raises:
-        ValueError: if it is of another rank's shards, the order cannot be told, or a tensor has
-            another shape than its parameter.
-    """
-    live = [group["params"] for group in optimizer.param_groups]
+    """Return a state dict by position in the order of the optimizer's parameters."""
     groups = state_dict.get("param_groups", ())
-    if _own.order or [len(own) for own in live] != [len(g["params"]) for g in groups]:
-        return state_dict  # of another number, torch tells
+    known = [[known_shard(p) for p in group["params"]] for group in optimizer.param_groups]
+    if [len(own) for own in known] != [len(group["params"]) for group in groups]:
+        return state_dict  # torch tells
     refuse_other_places(state_dict.get(PLACES), _places_in(optimizer), "the optimizer's state dict")
-    numbers = [list(group["params"]) for group in groups]
-    known = [[known_shard(param) for param in own] for own in live]
     if not any(each is not None for own in known for each in own):
         return state_dict
-    orders = [_order(own) for own in known]
-    moved = any(order is None or order != sorted(order) for order in orders)
-    if moved and not _is_own(optimizer, state_dict["state"]):
-        last = max(upstream_order.get(each, 0) for own in known for each in own if each is not None)
-        if _translated.get(optimizer) == last or None in orders:
+    if PLACES not in state_dict:
+        orders = [_order(own) for own in known]
+        if None in orders:
             raise ValueError(_UNKNOWN_ORDER)
-        numbers = [[own[i] for i in o or ()] for own, o in zip(numbers, orders, strict=True)]
-        pairs = zip(groups, numbers, strict=True)
-        state_dict = {**state_dict, "param_groups": [{**g, "params": n} for g, n in pairs]}
-        _translated[optimizer] = last
-    if problems := list(_misfits(optimizer, live, numbers, state_dict["state"])):
+        pairs = zip(groups, orders, strict=True)
+        groups = [{**each, "params": [each["params"][i] for i in o or ()]} for each, o in pairs]
+    state_dict = {**state_dict, "param_groups": groups}
+    if problems := list(_misfits(optimizer, state_dict)):
         raise ValueError("\n".join([*problems, _OTHER_ORDER]))
-    return state_dict
+    return marked(optimizer, state_dict)
 
 
 def _order(params: Sequence[FSDPParam | None]) -> list[int] | None:
-    """Return the place in the file's order of each parameter of a group.
-
-    None if it differs from the group's, but is not known of all.
-    """
+    """Return the place in the file's order of each parameter of a group; None if it differs from
+    the group's, but is not known of all."""
     known = [each for each in params if each is not None]
     places = [upstream_order[each] for each in known if each in upstream_order]
     if places == sorted(places):
@@ -437,28 +399,13 @@ def _order(params: Sequence[FSDPParam | None]) -> list[int] | None:
     return [ranked[place] for place in places]
 
 
-def _is_own(optimizer: Optimizer, state: Mapping[Any, Any]) -> bool:
-    """Return whether a state dict holds the very tensors of the optimizer."""
-    own = {id(v) for each in optimizer.state.values() for v in each.values()}
-    return bool(own) and all(
-        id(value) in own
-        for each in state.values()
-        for value in each.values()
-        if isinstance(value, Tensor)
-    )
-
-
-def _misfits(
-    optimizer: Optimizer,
-    live: Sequence[Sequence[Tensor]],
-    numbers: Sequence[Sequence[Any]],
-    state: Mapping[Any, Mapping[str, Any]],
-) -> Iterator[str]:
+def _misfits(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[str]:
     if not steps_elementwise(optimizer):  # whose state may have any shape
         return
-    for index, (own, group) in enumerate(zip(live, numbers, strict=True)):
-        for place, (param, number) in enumerate(zip(own, group, strict=True)):
-            for name, value in state.get(number, {}).items():
+    pairs = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    for index, (own, group) in enumerate(pairs):
+        for place, (param, number) in enumerate(zip(own["params"], group["params"], strict=True)):
+            for name, value in state_dict["state"].get(number, {}).items():
                 is_wide = isinstance(value, Tensor) and value.shape not in ((), (0,), (1,))
                 if is_wide and known_shard(param) is not None and value.shape != held_shape(param):
                     yield (
@@ -476,18 +423,14 @@ _OTHER_ORDER = (
 _UNKNOWN_ORDER = (
     "The order of the parameters in this state dict cannot be told: torch_xla's FSDP, from whose "
     "file the model was loaded, lists those of an outer unit first. Create the optimizer from "
-    "model.parameters(), load the model's state dict and then, once, the optimizer's"
+    "model.parameters(), load the model's state dict and then the optimizer's"
 )
 
 
 # ---------------------------------------------------------------- conversions
 
-
-class _Inside(threading.local):  # CPU ranks are threads, and the setting is the process's
-    count = 0
-
-
-_inside = _Inside()
+# Ranks on CPU are threads, each of which has a context of its own.
+_without_swaps: ContextVar[bool] = ContextVar("without_swaps", default=False)
 
 
 @contextlib.contextmanager
@@ -498,23 +441,8 @@ def without_swaps() -> Iterator[None]:
     instead, so that parameters stay the same objects. Shards do so anyway, and torch refuses to
     swap tensors to which there are weak references, as there are to every shard.
     """
-    _inside.count += 1
+    token = _without_swaps.set(True)
     try:
         yield
     finally:
-        _inside.count -= 1
-
-
-def _guard_conversions() -> None:
-    """Make torch's setting answer False inside of ``without_swaps``."""
-    future = torch.__future__
-    future.get_swap_module_params_on_conversion = _unless_inside(
-        future.get_swap_module_params_on_conversion
-    )
-
-
-def _unless_inside(original: Callable[[], bool]) -> Callable[[], bool]:
-    def get() -> bool:
-        return original() and not _inside.count
-
-    return get
+        _without_swaps.reset(token)

@@ -30,21 +30,12 @@ def held_elsewhere(optimizer: Optimizer) -> str:
 
 
 class HeldParams:
-    """The places where optimizers hold parameters that shall be replaced.
-
-    Args:
-        new: what shall stand in place of each parameter, by the parameter's ``id``.
-        shapes: of parameters; a tensor of one of these, which is no parameter, is a copy.
-
-    Attributes:
-        places: where a parameter was found.
-        problems: places of what cannot be replaced: copies, and numbers (``id``) of parameters.
-        optimizers: those that were found.
-    """
+    """The places where optimizers hold parameters that ``new`` has, by ``id``, what shall stand in
+    their place. A tensor of one of ``shapes``, which is no parameter, is a copy."""
 
     def __init__(self, new: Mapping[int, Any], shapes: frozenset[Any] = frozenset()) -> None:
         self.places: list[str] = []
-        self.problems: list[str] = []
+        self.problems: list[str] = []  # places of copies, and of numbers (``id``) of parameters
         self.optimizers: list[Optimizer] = []
         self._new = new
         self._shapes = shapes
@@ -52,8 +43,7 @@ class HeldParams:
         self._changes: list[Callable[[], Any]] = []
 
     def search(self, optimizer: Optimizer, place: str = "self") -> None:
-        """Search the attributes of ``optimizer``, but not its state, nor the ``params`` of its
-        groups."""
+        """Search attributes, but neither state nor the ``params`` of groups."""
         self.optimizers.append(optimizer)
         known = [optimizer, optimizer.state, *(each["params"] for each in optimizer.param_groups)]
         self._seen.update((id(each), each) for each in known)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.distributed.random_bits import random_bits, salt_of
-from xla_fsdp.optim.guards import fitting, in_own_order
+from xla_fsdp.optim.guards import fitting
 from xla_fsdp.optim.optimizers import is_elementwise, params_of
 from xla_fsdp.optim.surrogate_optimizer import SurrogateOptimizer, free
 from xla_fsdp.xla import ops
@@ -112,7 +112,6 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         self._fp32: dict[nn.Parameter, nn.Parameter] = {}
         self._keeps_masters, self._rounds, self._seed = master_weights, stochastic_rounding, seed
         super().__init__(params, inner_class, defaults)
-        self._take_initial_state()
 
     @staticmethod
     def is_elementwise(options: Mapping[str, Any]) -> bool:
@@ -141,12 +140,12 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
             param_group = {ROUNDED_STEPS: 0, **param_group}
         super().add_param_group(param_group)
 
-    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+    def _step_surrogates(self, options: dict[str, Any]) -> None:
         stepped = [param for param in params_of(self) if param.grad is not None]
         salts = self._salts(stepped)
         for param in stepped:
             self._to_inner(param)
-        self._step_inner(found_inf, others)
+        self._step_inner(options)
         for param in stepped:
             self._from_inner(param, salts.get(param))
         for group in self.param_groups if self._rounds else ():
@@ -156,8 +155,7 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
         """Load as torch does, but without casts: torch would cast master weights to the 16-bit
         dtype of their parameters."""
         state_dict = fitting(self, state_dict)
-        with in_own_order():
-            super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
         for group in self.param_groups if self._rounds else ():
             group.setdefault(ROUNDED_STEPS, 0)  # saved without rounding
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
@@ -195,8 +193,7 @@ class HighPrecisionOptimizer(SurrogateOptimizer):
             free(fp32)
 
     def _take_initial_state(self) -> None:
-        """Move state that the inner optimizer created in its constructor to the parameters. Free
-        the fp32 values, which the first step copies, as parameters may change before it."""
+        # The first step copies fp32 values, as parameters may change before it.
         for param in params_of(self):
             fp32 = self.surrogate(param)
             if fp32 in self.inner.state:

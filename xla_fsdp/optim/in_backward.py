@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.fsdp.engine.module_state import units_in
@@ -32,9 +33,10 @@ from xla_fsdp.optim.optimizers import (
     STEPS_SLICES_OF,
     StepWatch,
     device_options,
-    make_state_of,
+    make_state,
     needs_closure,
     params_of,
+    shallow_copy,
     steps_elementwise,
 )
 
@@ -124,19 +126,19 @@ class StepInBackward:
             for shard in unit.group.leaves
             if id(shard) in held and shard.requires_grad
         }
-        self._hooks = [
+        self._hooks: list[RemovableHandle] = [
             shard.register_post_accumulate_grad_hook(partial(self._step, weakref.ref(unit)))
             for shard, unit in unit_of.items()
         ]
-        # The number of the backward pass in which a loop last stepped a stack, by stack.
-        self._stepped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._since_step = _StepsSinceStep(optimizer)
+        self._hooks.append(optimizer.register_step_pre_hook(StepWatch(self._before_step)))
+        self._is_stepping = False
+        # By parameter, the backward pass that has stepped it since the user's optimizer.step().
+        self._passes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for unit in units:
             unit.group.stepper = self
 
     def remove(self) -> None:
         """Go back to steps by ``optimizer.step()`` after backward."""
-        self._since_step.hook.remove()
         for hook in self._hooks:
             hook.remove()
         for reference in self._units:
@@ -148,7 +150,7 @@ class StepInBackward:
         optimizer = self._live_optimizer()
         if not self._in_loops or not can_slice(optimizer, stacks):
             return None
-        make_state_of(optimizer, stacks)  # a loop steps nothing that has none
+        make_state(optimizer, stacks)  # a loop steps nothing that has none
         return OptimizerSliceSteps(optimizer, stacks, self._note)
 
     def refuse_losses_of_others(self, inputs: Sequence[Tensor]) -> None:
@@ -172,9 +174,22 @@ class StepInBackward:
                 f"Recipe(step_in_backward=False)"
             )
 
-    def _note(self, stack: Tensor) -> None:
-        self._stepped[stack] = current_pass()
-        self._since_step.add(stack)
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if not self._is_stepping and optimizer is self._optimizer():  # no copy that steps slices
+            self._passes = WeakTensorKeyDictionary()
+
+    def _note(self, param: Tensor) -> None:
+        """Note a step; warn if an earlier backward pass has made one."""
+        if self._passes.get(param, current_pass()) != current_pass():
+            warnings.warn(
+                "backward ran again before optimizer.step() was called, on a model that is stepped "
+                "in backward: each backward made a step of its own. Let gradients accumulate under "
+                "model.no_sync(), and call optimizer.step() after each backward outside of it; to "
+                "skip steps, step after backward",
+                stacklevel=2,
+            )
+            self._passes = WeakTensorKeyDictionary()  # one warning for each such backward
+        self._passes[param] = current_pass()
 
     def _live_optimizer(self) -> Optimizer:
         optimizer = self._optimizer()
@@ -191,54 +206,22 @@ class StepInBackward:
             return
         if not (unit.settings.is_last_backward and unit.schedule.is_last):
             return
-        if self._stepped.get(shard, -1) == current_pass():
+        if self._passes.get(shard) == current_pass():
             raise RuntimeError(
                 "a parameter of scanned blocks was stepped in their loop, and then got a gradient "
                 "from elsewhere: the loss uses it directly, too. The step was made without that, "
                 "so load the last checkpoint, and call step_in_backward(..., in_loops=False)"
             )
         optimizer = self._live_optimizer()
-        with _other_grads_hidden(optimizer, shard), self._since_step.not_watching():
-            optimizer.step()
-        self._since_step.add(shard)
+        self._is_stepping = True
+        try:
+            with _other_grads_hidden(optimizer, shard):
+                optimizer.step()
+        finally:
+            self._is_stepping = False
+        self._note(shard)
         shard.grad = None
         unit.schedule.finish_first([shard.detach()])
-
-
-class _StepsSinceStep:
-    """The parameters that were stepped in backward since the user's last ``optimizer.step()``."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._passes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._is_watching = True
-        self.hook = optimizer.register_step_pre_hook(StepWatch(self._before_step))
-
-    def _before_step(self, optimizer: Optimizer) -> None:
-        if self._is_watching and optimizer is self._optimizer():  # no copy that steps slices
-            self._passes = WeakTensorKeyDictionary()
-
-    @contextlib.contextmanager
-    def not_watching(self) -> Iterator[None]:
-        """Take no step inside for the user's."""
-        self._is_watching = False
-        try:
-            yield
-        finally:
-            self._is_watching = True
-
-    def add(self, param: Tensor) -> None:
-        """Note a step; warn if an earlier backward pass has made one."""
-        if self._passes.setdefault(param, current_pass()) == current_pass():
-            return
-        warnings.warn(
-            "backward ran again before optimizer.step() was called, on a model that is stepped in "
-            "backward: each backward made a step of its own. Let gradients accumulate under "
-            "model.no_sync(), and call optimizer.step() after each backward outside of it; to skip "
-            "steps, step after backward",
-            stacklevel=2,
-        )
-        self._passes = WeakTensorKeyDictionary()  # one warning for each such backward
 
 
 def _trained_before(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -272,14 +255,8 @@ def _other_grads_hidden(optimizer: Optimizer, shard: Tensor) -> Iterator[None]:
 
 class OptimizerSliceSteps:
     """One step of an optimizer on stacked parameters [num_blocks, ...], made slice by slice in a
-    loop over blocks, so that the gradients of all blocks never exist at once.
-
-    Args:
-        optimizer: the user's, for which ``can_slice`` holds. A shallow copy of it, with its current
-            options, steps one slice of each stack.
-        stacks: the parameters.
-        note: called with each stack when it is stepped.
-    """
+    loop over blocks, so that the gradients of all blocks never exist at once. A shallow copy of the
+    optimizer, with its current options, steps one slice of each stack."""
 
     def __init__(
         self, optimizer: Optimizer, stacks: Sequence[Tensor], note: Callable[[Tensor], None]
@@ -301,18 +278,8 @@ class OptimizerSliceSteps:
         ]
 
     def new_slices(self, grads: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Tensor]:
-        """Step one slice of each stack.
-
-        Args:
-            grads: of the slices.
-            slices: of all tensors of ``kept``, in that order.
-
-        Returns:
-            New values of ``slices``.
-
-        Raises:
-            CannotSliceError: if the step creates or removes state of the shape of a stack.
-        """
+        """Step one slice of each stack; return new values of ``slices``, which are those of all
+        tensors of ``kept``. Raise CannotSliceError if the step creates or removes such state."""
         given = (each.clone() for each in slices)
         state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         params: list[Tensor] = []
@@ -351,15 +318,13 @@ class OptimizerSliceSteps:
     def _step(self, params: Sequence[Tensor], state: defaultdict[Tensor, dict[str, Any]]) -> None:
         """Step ``params`` by a shallow copy of the optimizer with this ``state``."""
         by_stack = {id(stack): each for stack, each in zip(self._stacks, params, strict=True)}
-        copy = object.__new__(type(self._optimizer))
-        vars(copy).update(vars(self._optimizer))
-        vars(copy)[STEPS_SLICES_OF] = self._optimizer  # for hooks that watch optimizers
-        vars(copy).pop("step", None)  # the wrapper of a scheduler, which counts calls
-        copy.state = state
-        copy.param_groups = [
+        groups = [
             {**group, "params": [by_stack[id(p)] for p in group["params"] if id(p) in by_stack]}
             for group in self._optimizer.param_groups
         ]
+        copy = shallow_copy(self._optimizer, state, groups)
+        vars(copy)[STEPS_SLICES_OF] = self._optimizer  # for hooks that watch optimizers
+        vars(copy).pop("step", None)  # the wrapper of a scheduler, which counts calls
         copy.step()
 
 

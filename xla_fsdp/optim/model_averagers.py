@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.distributed.packing import narrowed
-from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.optim.high_precision import masters_of
 from xla_fsdp.optim.optimizers import make_state
-from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
-from xla_fsdp.xla import ops
-
-# Tensors of fewer elements share one all-reduce: below some 100 KB the start of a collective costs
-# more than its bytes. Larger ones are reduced by themselves, which saves the copy.
-BUCKETED_BELOW = 2**15
+from xla_fsdp.optim.rank_groups import (
+    Groups,
+    average_,
+    check_groups,
+    find_slice_problems,
+    own_group,
+)
 
 # Option of the first group that holds the averager's step, as checkpoints of shards save only
 # parameters' state and groups.
@@ -88,7 +85,7 @@ class ModelAverager(ABC):
         groups = self.groups_of(self.step) if self.step >= self.warmup_steps else None
         if groups is not None:
             averaged, held = list(self._with_grad(params)), masters or {}
-            _average_in_place([held.get(param, param) for param in averaged], groups)
+            average_([held.get(param, param) for param in averaged], groups)
             for param in averaged:
                 if param in held:
                     param.copy_(held[param])
@@ -282,36 +279,3 @@ def _warn_about_every_step() -> None:
         "a longer period is what saves traffic",
         stacklevel=3,
     )
-
-
-def _average_in_place(tensors: Sequence[Tensor], groups: Groups) -> None:
-    """Set every tensor to its average over the ranks of the caller's group.
-
-    As in torch, values are divided before they are summed, in the tensors' own dtype.
-    """
-    size = len(groups[0])
-    if size == 1:
-        return
-    for bucket in _buckets(tensors):
-        if len(bucket) == 1:
-            bucket[0].copy_(ops.all_reduce("sum", bucket[0] / size, groups))
-            continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        average = ops.all_reduce("sum", flat / size, groups)
-        numels = [held_shape(tensor).numel() for tensor in bucket]
-        for tensor, numel, start in zip(
-            bucket, numels, accumulate(numels, initial=0), strict=False
-        ):
-            tensor.copy_(narrowed(average, 0, start, numel).reshape(held_shape(tensor)))
-
-
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    small: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    large = []
-    for tensor in tensors:
-        numel = held_shape(tensor).numel()
-        if numel >= BUCKETED_BELOW:
-            large.append([tensor])
-        elif numel:
-            small[tensor.dtype].append(tensor)
-    return [*small.values(), *large]

@@ -27,9 +27,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
-from xla_fsdp.fsdp.engine.load_hooks import upstream_lock, upstream_order
 from xla_fsdp.fsdp.engine.param import FSDPParam, held_shape, known_shard, slices_without_grads
 from xla_fsdp.fsdp.engine.shard_tensor import is_part
 from xla_fsdp.fsdp.engine.thread import begin_step, end_step
@@ -57,8 +55,7 @@ STEPS_SLICES_OF = "steps_slices_of"
 
 
 class StepWatch:
-    """A hook of optimizers' steps that changes nothing, so that loops may step slices as without
-    it; it calls ``note`` with the optimizer."""
+    """A hook of optimizers' steps that changes nothing: loops may step slices as without it."""
 
     def __init__(self, note: Callable[[optim.Optimizer], None]) -> None:
         self._note = note
@@ -70,6 +67,17 @@ class StepWatch:
 def params_of(optimizer: optim.Optimizer) -> list[Any]:
     """Return the parameters in the groups of an optimizer, in their order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def shallow_copy(
+    optimizer: optim.Optimizer, state: Mapping[Any, Any], groups: list[dict[str, Any]]
+) -> Any:
+    """Return a copy of ``optimizer`` with this state and these groups."""
+    # Not copy.copy, for which optimizers keep nothing but state, groups and defaults.
+    copy: Any = object.__new__(type(optimizer))
+    vars(copy).update(vars(optimizer))
+    copy.state, copy.param_groups = state, groups
+    return copy
 
 
 def device_options(optimizer_class: Callable[..., optim.Optimizer]) -> dict[str, Any]:
@@ -106,10 +114,7 @@ def _innermost(optimizer: optim.Optimizer) -> optim.Optimizer:
 
 def acts_elementwise(optimizer: optim.Optimizer) -> bool:
     """Return whether steps on a tensor are those on its halves, tried out in host memory by new
-    optimizers of the same class and options.
-
-    For classes that are not known; False if one cannot be made so, or cannot step such tensors.
-    """
+    optimizers of the same class and options; False if one cannot be made so."""
     optimizer = _innermost(optimizer)
     try:
         return all(
@@ -168,45 +173,25 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 # ---------------------------------------------------------------- state before the first step
 
-MAKERS = (
-    optim.ASGD,
-    optim.Adadelta,
-    optim.Adafactor,
-    optim.Adam,  # and AdamW
-    optim.Adamax,
-    optim.Muon,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-)
-"""Classes whose ``_init_group`` makes the state of parameters that have none."""
 
-
-def make_state(optimizer: Optimizer) -> None:
-    """Give every parameter of ``optimizer`` on an XLA device that is trained and has no state the
+def make_state(optimizer: Optimizer, params: Iterable[Tensor] | None = None) -> None:
+    """Give every trained parameter, or those of ``params``, on an XLA device that has no state the
     state with which its first step begins: the values that the optimizer's own code makes, as
     buffers on the device.
 
-    Steps do this by themselves, for parameters that have a gradient. Two programs remain for:
-    optimizers that are not torch's own, or have a ``step`` of their own, as their first step may do
-    what later ones do not (``torch_xla.amp.syncfree``, LBFGS, SparseAdam); SGD with dampening,
-    which begins with the gradient; Adagrad, which makes its state when it is created; master
-    weights of ``HighPrecisionOptimizer``, which are those of the first step; and what writes its
-    state in an order of its own, unless this is called before the forward: ASGD, Rprop, Adafactor,
-    and Adam with both ``amsgrad`` and ``capturable``. RAdam changes its formula at its sixth step.
+    Steps do this by themselves, for parameters that have a gradient. Two programs remain for
+    optimizers that are not torch's own or have a ``step`` of their own; SGD with dampening, which
+    begins with the gradient; Adagrad, which makes its state when it is created; master weights of
+    ``HighPrecisionOptimizer``; and, unless this is called before the forward, what writes its state
+    in an order of its own: ASGD, Rprop, Adafactor, and Adam with ``amsgrad`` and ``capturable``.
     """
     own = getattr(optimizer, "make_state", None)
     if own is not None:  # whose parameters have values in a step only, or that steps another one
         own()
         return
-    _fill(optimizer, [p for p in _missing(optimizer) if p.requires_grad])
-
-
-def make_state_of(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """``make_state`` for those of ``params`` that have none."""
-    wanted = {id(param) for param in params}
-    _fill(optimizer, [param for param in _missing(optimizer) if id(param) in wanted])
+    wanted = None if params is None else {id(param) for param in params}
+    missing = [p for p in _missing(optimizer) if p.requires_grad]
+    _fill(optimizer, [p for p in missing if wanted is None or id(p) in wanted])
 
 
 def _missing(optimizer: Optimizer) -> list[Tensor]:
@@ -226,12 +211,16 @@ def _fill(optimizer: Optimizer, params: list[Tensor]) -> None:
     wanted = {id(param) for param in params}
     made: list[tuple[dict[str, Any], str, Tensor, float]] = []
     for group in optimizer.param_groups:
-        own = [param for param in group["params"] if id(param) in wanted]
-        for param, state in zip(own, _states(optimizer, group, own), strict=True):
-            values = _numbers_of(optimizer, group, param) if state else {}
+        for param in [param for param in group["params"] if id(param) in wanted]:
+            shape, dtype = held_shape(param), param.dtype
+            state = _made(optimizer, group, torch.empty(shape, dtype=dtype, device="meta"))
+            # All elements of a tensor begin with one number.
+            small = torch.ones([min(size, 1) for size in shape], dtype=dtype)
+            numbers = _made(optimizer, group, small)
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.is_meta:
-                    made.append((optimizer.state[param], name, value, values[name]))
+                    number = numbers[name].flatten()[0].item() if value.numel() else 0.0
+                    made.append((optimizer.state[param], name, value, number))
                 else:
                     optimizer.state[param][name] = value
     if not made:
@@ -243,56 +232,27 @@ def _fill(optimizer: Optimizer, params: list[Tensor]) -> None:
 
 
 def is_known(optimizer: Optimizer) -> bool:
+    """Return whether torch's own ``step`` makes the state, by torch's own ``_init_group``."""
     kind: Any = type(optimizer)
-    if not isinstance(optimizer, (*MAKERS, optim.SGD)) or STEPS_SLICES_OF in vars(optimizer):
+    if not hasattr(kind, "_init_group") or STEPS_SLICES_OF in vars(optimizer):
         return False
     methods = (inspect.unwrap(kind.step), kind._init_group)
     return all(method.__module__.startswith("torch.optim.") for method in methods)
 
 
-def _states(
-    optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]
-) -> list[dict[str, Any]]:
-    """Return new states: of tensors on the device without values (on the meta device)."""
+def _made(optimizer: Optimizer, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
+    """Return the state that the optimizer's own code makes for a parameter like ``value``."""
+    param = nn.Parameter(value)
     if isinstance(optimizer, optim.SGD):
-        if not group["momentum"] or group["dampening"]:
-            return [{} for _ in params]  # its first momentum is the gradient, not a part of it
-        return [{"momentum_buffer": _on_meta(each)} for each in params]
-    stand_ins = [nn.Parameter(_on_meta(param)) for param in params]
-    return _made(optimizer, group, stand_ins)
-
-
-def _on_meta(param: Tensor) -> Tensor:
-    return torch.empty(held_shape(param), dtype=param.dtype, device="meta")
-
-
-def _made(
-    optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]
-) -> list[dict[str, Any]]:
-    """Return the states that the optimizer's own code makes for ``params``."""
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    copy: Any = object.__new__(type(optimizer))
-    vars(copy).update(vars(optimizer))
-    copy.state = defaultdict(dict)
+        # Its first momentum is the gradient, which with dampening is not what zeros lead to.
+        begins = group["momentum"] and not group["dampening"]
+        return {"momentum_buffer": torch.zeros_like(value)} if begins else {}
+    param.grad = torch.zeros_like(param)
+    copy = shallow_copy(optimizer, defaultdict(dict), optimizer.param_groups)
     lists = len(inspect.signature(copy._init_group).parameters) - 1
     with torch.no_grad():
-        copy._init_group({**group, "params": params}, *([] for _ in range(lists)))
-    return [copy.state.get(param, {}) for param in params]
-
-
-def _numbers_of(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, float]:
-    """Return the number that all elements of each tensor of a state begin with."""
-    if isinstance(optimizer, optim.SGD):
-        return {"momentum_buffer": 0.0}
-    shape = [min(size, 1) for size in held_shape(param)]
-    small = nn.Parameter(torch.ones(shape, dtype=param.dtype))
-    [state] = _made(optimizer, group, [small])
-    return {
-        name: value.flatten()[0].item() if value.numel() else 0.0
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-    }
+        copy._init_group({**group, "params": [param]}, *([] for _ in range(lists)))
+    return dict(copy.state.get(param, {}))
 
 
 def _filled(shape: torch.Size, dtype: torch.dtype, number: float) -> Tensor:
@@ -301,19 +261,6 @@ def _filled(shape: torch.Size, dtype: torch.dtype, number: float) -> Tensor:
     made = torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8))
     made = made.view(dtype).view(shape) if shape.numel() else torch.empty(shape, dtype=dtype)
     return made.fill_(number) if number else made
-
-
-@functools.cache
-def make_missing_states() -> RemovableHandle:
-    """Make, before the steps of all optimizers of the process from now on, the state of parameters
-    that are stepped the first time: those without a gradient have none, as without it."""
-
-    def before_step(optimizer: Optimizer) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            missing = [param for param in _missing(optimizer) if param.grad is not None]
-        _fill(optimizer, missing)
-
-    return register_optimizer_step_pre_hook(StepWatch(before_step))
 
 
 # ---------------------------------------------------------------- before each step
@@ -327,17 +274,21 @@ def check_steps() -> None:
     """Check what optimizers are given, before the steps of all of the process from now on; those
     that have passed once more."""
     _num_checked.clear()
-    _watch_steps()
+    watch_steps()
 
 
 @functools.cache
-def _watch_steps() -> None:
-    make_missing_states()
+def watch_steps() -> None:
+    """Let all optimizers of the process, before their steps from now on, make the state of
+    parameters that are stepped the first time, and be checked."""
     register_optimizer_step_pre_hook(StepWatch(_before_step))
     register_optimizer_step_post_hook(StepWatch(lambda optimizer: end_step()))
 
 
 def _before_step(optimizer: Optimizer) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        missing = [param for param in _missing(optimizer) if param.grad is not None]
+    _fill(optimizer, missing)
     params = params_of(optimizer)
     if _num_checked.get(optimizer) != len(params):
         _refuse_replaced(optimizer, params)
@@ -345,18 +296,7 @@ def _before_step(optimizer: Optimizer) -> None:
         _warn_unless_elementwise(optimizer, params)
         _num_checked[optimizer] = len(params)
     _refuse_partial_stacks(optimizer, params)
-    forget_order(params)
     begin_step()
-
-
-def forget_order(params: Iterable[Tensor]) -> None:
-    """State is in this package's order from now on, as these are stepped."""
-    if not upstream_order:
-        return
-    with upstream_lock:
-        for param in params:
-            if (known := known_shard(param)) is not None:
-                upstream_order.pop(known, None)
 
 
 def _refuse_replaced(optimizer: Optimizer, params: Sequence[Tensor]) -> None:

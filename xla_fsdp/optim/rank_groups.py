@@ -1,23 +1,29 @@
-"""Check groups of ranks that hold replicas: lists of ranks, of one size, that split the job."""
+"""Groups of ranks that hold replicas, lists of ranks of one size that split the job, and averages
+over them."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 
+from xla_fsdp.distributed.packing import narrowed
 from xla_fsdp.distributed.placement import known_placement
+from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.xla import ops
 
 Groups = list[list[int]]
 
+# Tensors of fewer elements share one all-reduce: below some 100 KB the start of a collective costs
+# more than its bytes. Larger ones are reduced by themselves, which saves the copy.
+BUCKETED_BELOW = 2**15
+
 
 def check_groups(groups: Sequence[Sequence[int]] | None) -> Groups:
-    """Return ``groups`` as lists; for None, one group of all ranks.
-
-    Raises:
-        ValueError: with every problem, if they do not split the ranks of the job evenly.
-    """
+    """Return ``groups``, which must split the job evenly, as lists; for None, one of all ranks."""
     world_size = ops.world_size()
     if groups is None:
         return [list(range(world_size))]
@@ -46,3 +52,36 @@ def find_slice_problems(param: Tensor, ranks: Sequence[int], what: str) -> Itera
             f"{what} is a part of a tensor-parallel one, of which ranks {list(ranks)} hold others; "
             f"give groups along another axis, as in groups=mesh['data'].groups()"
         )
+
+
+def average_(tensors: Sequence[Tensor], groups: Groups) -> None:
+    """Set every tensor to its average over the ranks of the caller's group.
+
+    As in torch, values are divided before they are summed, in the tensors' own dtype.
+    """
+    size = len(groups[0])
+    if size == 1:
+        return
+    for bucket in _buckets(tensors):
+        if len(bucket) == 1:
+            bucket[0].copy_(ops.all_reduce("sum", bucket[0] / size, groups))
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        average = ops.all_reduce("sum", flat / size, groups)
+        numels = [held_shape(tensor).numel() for tensor in bucket]
+        for tensor, numel, start in zip(
+            bucket, numels, accumulate(numels, initial=0), strict=False
+        ):
+            tensor.copy_(narrowed(average, 0, start, numel).reshape(held_shape(tensor)))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    small: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    large = []
+    for tensor in tensors:
+        numel = held_shape(tensor).numel()
+        if numel >= BUCKETED_BELOW:
+            large.append([tensor])
+        elif numel:
+            small[tensor.dtype].append(tensor)
+    return [*small.values(), *large]

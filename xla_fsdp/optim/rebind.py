@@ -17,13 +17,11 @@ from xla_fsdp.optim.optimizers import params_of
 
 def hold_shards(optimizer: Optimizer) -> None:
     """Replace parameters that were sharded since by their shards, and those of a stack by the
-    stack, in the groups and wherever else ``optimizer`` holds them. Groups and their options are
-    kept.
+    stack, in the groups and wherever else ``optimizer`` holds them.
 
     Raises:
-        ValueError: if the optimizer has state, or one that wraps another, or a flattened unit or a
-            stack is in several groups; if it keeps copies of parameters, or keeps parameters of
-            which several became one elsewhere than in its groups. Nothing is changed then.
+        ValueError: if the optimizer has state, copies of parameters, or what no shard can replace;
+            nothing is changed then.
     """
     new = {id(param): _current(param) for param in params_of(optimizer)}
     if all(id(each) == old for old, each in new.items()):

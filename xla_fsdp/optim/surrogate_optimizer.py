@@ -18,41 +18,27 @@ from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.placement import TensorPlacement
-from xla_fsdp.optim.optimizers import device_options, make_missing_states, takes_found_inf
+from xla_fsdp.optim.optimizers import device_options, takes_found_inf, watch_steps
+from xla_fsdp.state.optim import NOT_OPTIONS
 from xla_fsdp.xla import ops
-
-NOT_OPTIONS = ("params", "param_names")
 
 
 class SurrogateOptimizer(Optimizer, ABC):
-    """An optimizer over surrogates of its parameters: slices of them, copies in another dtype, or
-    the whole parameters that they are shards of.
-
-    Args:
-        params: parameters, or groups of them.
-        inner_class: called as ``inner_class(groups, **defaults)``.
-        defaults: options of the inner optimizer.
-
-    Attributes:
-        inner: the optimizer of the surrogates.
-    """
+    """An optimizer whose ``inner`` one steps surrogates of its parameters: slices of them, copies
+    in another dtype, or the whole parameters that they are shards of."""
 
     inner: Optimizer
 
     def __init__(
         self, params: Iterable[Any], inner_class: Callable[..., Optimizer], defaults: dict[str, Any]
     ) -> None:
-        make_missing_states()
+        watch_steps()
         defaults = {**device_options(inner_class), **defaults}
         super().__init__(params, {})  # without defaults: they are copied from the inner optimizer
         self.inner = inner_class([self._as_inner(g) for g in self.param_groups], **defaults)
         self.defaults = self.inner.defaults
         self._options_from_inner()
-
-    @property
-    def is_built(self) -> bool:
-        """Whether the inner optimizer exists; torch's ``__init__`` adds groups earlier."""
-        return "inner" in vars(self)
+        self._take_initial_state()
 
     @property
     def takes_found_inf(self) -> bool:
@@ -65,16 +51,18 @@ class SurrogateOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers."""
-        if self.is_built:
+        is_built = "inner" in vars(self)  # torch's __init__ adds groups earlier
+        if is_built:
             self._options_to_inner()  # _options_from_inner would undo changes by a scheduler
         super().add_param_group(param_group)
-        if self.is_built:
+        if is_built:
             self.inner.add_param_group(self._as_inner(self.param_groups[-1]))
             self._options_from_inner()
             self._take_initial_state()
 
+    @abstractmethod
     def _take_initial_state(self) -> None:
-        """Move state that the inner optimizer created in its constructor to the parameters."""
+        """Free surrogates that are new, and take state that the inner optimizer has made."""
 
     def _as_inner(self, group: dict[str, Any]) -> dict[str, Any]:
         options = {name: value for name, value in group.items() if name not in NOT_OPTIONS}
@@ -103,30 +91,27 @@ class SurrogateOptimizer(Optimizer, ABC):
                 step; the same on every rank, as ``ShardedGradScaler`` makes it.
             others: given to the ``step`` of the inner optimizer.
 
-        Returns:
-            The closure's result.
-
         Raises:
             ValueError: if ``found_inf`` is given to an optimizer that does not take it, or if
                 flattened parameters have state of another shape than their own.
         """
         self._check_found_inf(found_inf)
+        if found_inf is not None:
+            others["found_inf"] = found_inf
         result = None
         if closure:  # callers of torch's own ZeRO pass 0, too
             with torch.enable_grad():
                 result = closure()
-        self._step_surrogates(found_inf, others)
+        self._step_surrogates(others)
         return result
 
     @abstractmethod
-    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+    def _step_surrogates(self, options: dict[str, Any]) -> None:
         """Give the surrogates values and gradients, ``_step_inner``, and take the results."""
 
-    def _step_inner(self, found_inf: Any, others: dict[str, Any]) -> None:
+    def _step_inner(self, options: dict[str, Any]) -> None:
         self._options_to_inner()
-        if found_inf is not None:
-            others = {**others, "found_inf": found_inf}
-        self.inner.step(**others)
+        self.inner.step(**options)
         self._options_from_inner()
 
     def _check_found_inf(self, found_inf: Any) -> None:

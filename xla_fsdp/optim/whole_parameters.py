@@ -65,18 +65,17 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         self._own = OwnParts()
         super().__init__(params, optimizer_class, defaults)
         _refuse_needed_closure(self.inner)
-        self._take_initial_state()
 
     def surrogates(self, param: nn.Parameter) -> list[nn.Parameter]:
         """Return the whole parameters of a shard or stack; ``param`` if it is whole."""
         return self._whole_params(param).params
 
-    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+    def _step_surrogates(self, options: dict[str, Any]) -> None:
         stepped = [each for each in self._all() if each.leaf.grad is not None]
         try:
             self._to_inner(stepped)
             with ops.ScaledProducts():
-                self._step_inner(found_inf, others)
+                self._step_inner(options)
             self._from_inner(stepped)
         finally:
             for each in stepped:
@@ -86,7 +85,7 @@ class WholeParameterOptimizer(SurrogateOptimizer):
 
     def _whole_params(self, leaf: nn.Parameter) -> _WholeParams:
         if leaf not in self._whole:
-            self._whole[leaf] = _WholeParams(leaf, _Sharding(leaf, self._own))
+            self._whole[leaf] = _WholeParams(leaf, self._own)
         return self._whole[leaf]
 
     def _all(self) -> list[_WholeParams]:
@@ -96,7 +95,7 @@ class WholeParameterOptimizer(SurrogateOptimizer):
         """Give the whole parameters their values, gradients and state."""
         states = [self.state.get(each.leaf, {}) for each in stepped]
         requests = [
-            (each.sharding, tensor)
+            (each, tensor)
             for each, state in zip(stepped, states, strict=True)
             for tensor in (each.leaf, each.leaf.grad, *each.sharded_state(state).values())
             if tensor is not None
@@ -131,124 +130,20 @@ class WholeParameterOptimizer(SurrogateOptimizer):
 
 
 class _WholeParams:
-    """The whole parameters of one leaf: of a shard one, of flattened ones or a stack several.
-
-    They have values and gradients during a step only.
-    """
-
-    def __init__(self, leaf: nn.Parameter, sharding: _Sharding) -> None:
-        self.leaf, self.sharding = leaf, sharding
-        self.params = [leaf]
-        if not sharding.is_whole:
-            [values] = _all_gather([(sharding, leaf.detach())])
-            self.params = [nn.Parameter(v, requires_grad=leaf.requires_grad) for v in values]
-
-    def fill(self, *, values: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Give the parameters these values and gradients."""
-        if self.sharding.is_whole:
-            return
-        for param, value, grad in zip(self.params, values, grads, strict=True):
-            param.data, param.grad = value, grad
-
-    def write_back(self) -> None:
-        """Copy this rank's shard of the values to the leaf."""
-        if not self.sharding.is_whole:
-            self.leaf.copy_(self.sharding.cut([param.detach() for param in self.params]))
-
-    def free(self) -> None:
-        """Free values and gradients."""
-        for param in () if self.sharding.is_whole else self.params:
-            free(param)
-
-    # ------------------------------------------------------------ state
-
-    def sharded_state(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the entries of the leaf's ``state`` that are sharded as the leaf is."""
-        if self.sharding.is_whole:
-            return {}
-        return {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, Tensor) and value.dim() and not name.startswith(UNSHARDED)
-        }
-
-    def split_state(
-        self, state: Mapping[str, Any], gathered: Mapping[str, Sequence[Tensor]]
-    ) -> list[dict[str, Any]]:
-        """Return the state of each whole parameter.
-
-        Args:
-            state: of the leaf.
-            gathered: by name, whole tensors in the place of the shards in ``state``.
-        """
-        if self.sharding.is_whole:
-            return [dict(state)]
-        values = {
-            name.removeprefix(UNSHARDED): gathered[name]
-            if name in gathered
-            else self._for_each(name, value)
-            for name, value in state.items()
-        }
-        return [{name: each[at] for name, each in values.items()} for at in range(len(self.params))]
-
-    def join_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Undo ``split_state``, with this rank's shards of the state that has a parameter's shape.
-
-        Raises:
-            ValueError: if flattened parameters have other state.
-        """
-        if self.sharding.is_whole:
-            return dict(states[0])
-        names = dict.fromkeys(name for state in states for name in state)
-        return dict(self._joined(name, [state.get(name) for state in states]) for name in names)
-
-    def _for_each(self, name: str, value: Any) -> Sequence[Any]:
-        """Return unsharded state ``value`` of the leaf, for each whole parameter."""
-        if name.startswith(UNSHARDED):
-            return [each.clone() for each in value] if self.sharding.is_stack else [value]
-        return [value.clone() if isinstance(value, Tensor) else value for _ in self.params]
-
-    def _joined(self, name: str, values: Sequence[Any]) -> tuple[str, Any]:
-        """Return name and value of the leaf's state, from those of each whole parameter."""
-        if all(map(_is_like, values, self.params)):
-            return name, self.sharding.cut(values)
-        if any(map(self._is_computed, values)):
-            if self.sharding.is_stack and all(map(self._is_computed, values)):
-                return UNSHARDED + name, torch.stack(list(values))
-            if len(values) == 1:
-                return UNSHARDED + name, values[0]
-        elif all(same_value(values[0], value) for value in values):
-            return name, values[0]
-        raise ValueError(
-            f"the optimizer keeps {name!r} of another shape than its parameter's, or of several "
-            f"values, for parameters that are joined in one shard, which has no place for it. "
-            f"Shard with flatten_parameters=False, or scan without stacked"
-        )
-
-    def _is_computed(self, value: Any) -> bool:
-        # Not a number in host memory, such as a count of steps.
-        return isinstance(value, Tensor) and (value.dim() > 0 or value.device == self.leaf.device)
-
-
-def _is_like(value: Any, param: Tensor) -> bool:
-    if not isinstance(value, Tensor) or value.device != param.device:
-        return False
-    return value.shape == held_shape(param)
-
-
-class _Sharding:
-    """How ranks share a leaf: a shard, a stack of shards, a tensor-parallel part, or not at all."""
+    """The whole parameters of one leaf: of a shard or a tensor-parallel part one, of flattened ones
+    or a stack several. They have values and gradients during a step only."""
 
     def __init__(self, leaf: nn.Parameter, own: OwnParts) -> None:
+        self.leaf, self._own = leaf, own
         self.unit = _known(leaf)
         self.placement = known_placement(leaf) if self.unit is None else None
         self.is_stack = is_stack(leaf)
-        self._own = own
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank holds the whole parameter."""
-        return self.unit is None and (self.placement is None or self.placement.parts == 1)
+        # Whether every rank holds the whole parameter.
+        self.is_whole = self.unit is None and (self.placement is None or self.placement.parts == 1)
+        self.params = [leaf]
+        if not self.is_whole:
+            [values] = _all_gather([(self, leaf.detach())])
+            self.params = [nn.Parameter(v, requires_grad=leaf.requires_grad) for v in values]
 
     def slices(self, value: Tensor) -> Sequence[Tensor]:
         """Return the shards that are stacked in ``value``."""
@@ -271,6 +166,90 @@ class _Sharding:
         shards = packing.pack(local).reshape(packing.layout.num_shards, *packing.sent_shape)
         return param.as_shard(self._own.of_shards(shards, group.collectives_of(param)))
 
+    def fill(self, *, values: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Give the parameters these values and gradients."""
+        if self.is_whole:
+            return
+        for param, value, grad in zip(self.params, values, grads, strict=True):
+            param.data, param.grad = value, grad
+
+    def write_back(self) -> None:
+        """Copy this rank's shard of the values to the leaf."""
+        if not self.is_whole:
+            self.leaf.copy_(self.cut([param.detach() for param in self.params]))
+
+    def free(self) -> None:
+        """Free values and gradients."""
+        for param in () if self.is_whole else self.params:
+            free(param)
+
+    # ------------------------------------------------------------ state
+
+    def sharded_state(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the entries of the leaf's ``state`` that are sharded as the leaf is."""
+        if self.is_whole:
+            return {}
+        return {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.dim() and not name.startswith(UNSHARDED)
+        }
+
+    def split_state(
+        self, state: Mapping[str, Any], gathered: Mapping[str, Sequence[Tensor]]
+    ) -> list[dict[str, Any]]:
+        """Return the state of each whole parameter, with ``gathered`` in the place of shards."""
+        if self.is_whole:
+            return [dict(state)]
+        values = {
+            name.removeprefix(UNSHARDED): gathered[name]
+            if name in gathered
+            else self._for_each(name, value)
+            for name, value in state.items()
+        }
+        return [{name: each[at] for name, each in values.items()} for at in range(len(self.params))]
+
+    def join_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Undo ``split_state``, with this rank's shards of the state that has a parameter's shape;
+        raise ValueError if flattened parameters have other state."""
+        if self.is_whole:
+            return dict(states[0])
+        names = dict.fromkeys(name for state in states for name in state)
+        return dict(self._joined(name, [state.get(name) for state in states]) for name in names)
+
+    def _for_each(self, name: str, value: Any) -> Sequence[Any]:
+        """Return unsharded state ``value`` of the leaf, for each whole parameter."""
+        if name.startswith(UNSHARDED):
+            return [each.clone() for each in value] if self.is_stack else [value]
+        return [value.clone() if isinstance(value, Tensor) else value for _ in self.params]
+
+    def _joined(self, name: str, values: Sequence[Any]) -> tuple[str, Any]:
+        """Return name and value of the leaf's state, from those of each whole parameter."""
+        if all(map(_is_like, values, self.params)):
+            return name, self.cut(values)
+        if any(map(self._is_computed, values)):
+            if self.is_stack and all(map(self._is_computed, values)):
+                return UNSHARDED + name, torch.stack(list(values))
+            if len(values) == 1:
+                return UNSHARDED + name, values[0]
+        elif all(same_value(values[0], value) for value in values):
+            return name, values[0]
+        raise ValueError(
+            f"the optimizer keeps {name!r} of another shape than its parameter's, or of several "
+            f"values, for parameters that are joined in one shard, which has no place for it. "
+            f"Shard with flatten_parameters=False, or scan without stacked"
+        )
+
+    def _is_computed(self, value: Any) -> bool:
+        # Not a number in host memory, such as a count of steps.
+        return isinstance(value, Tensor) and (value.dim() > 0 or value.device == self.leaf.device)
+
+
+def _is_like(value: Any, param: Tensor) -> bool:
+    if not isinstance(value, Tensor) or value.device != param.device:
+        return False
+    return value.shape == held_shape(param)
+
 
 def _known(leaf: nn.Parameter) -> tuple[FSDPParam, KnownGroup] | None:
     """Return the parameter whose leaf this is, and its group; None for a leaf that no unit has, or
@@ -286,19 +265,19 @@ def _known(leaf: nn.Parameter) -> tuple[FSDPParam, KnownGroup] | None:
     return param, group
 
 
-def _all_gather(requests: Sequence[tuple[_Sharding, Tensor]]) -> list[list[Tensor]]:
+def _all_gather(requests: Sequence[tuple[_WholeParams, Tensor]]) -> list[list[Tensor]]:
     """Return the whole tensors that these are this rank's parts of, several for one of flattened
     parameters or a stack. Those of one unit share collectives."""
     found: list[list[Tensor]] = [[] for _ in requests]
     slices: dict[int, list[tuple[int, FSDPParam, Tensor]]] = defaultdict(list)
     groups: dict[int, KnownGroup] = {}
-    for at, (sharding, tensor) in enumerate(requests):
-        if sharding.unit is None:
-            found[at] = [joined(tensor, sharding.placement)]
+    for at, (leaf, tensor) in enumerate(requests):
+        if leaf.unit is None:
+            found[at] = [joined(tensor, leaf.placement)]
             continue
-        param, group = sharding.unit
+        param, group = leaf.unit
         groups[id(group)] = group
-        slices[id(group)] += [(at, param, shard) for shard in sharding.slices(tensor)]
+        slices[id(group)] += [(at, param, shard) for shard in leaf.slices(tensor)]
     for key, group in groups.items():
         params = [param for _, param, _ in slices[key]]
         local = iter(group.gather.as_stored(params, [shard for *_, shard in slices[key]]))

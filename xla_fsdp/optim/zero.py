@@ -28,7 +28,13 @@ from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, NamedShard
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded
 from xla_fsdp.optim.clip_grad import Slices, clip_grads_by_norm_
 from xla_fsdp.optim.optimizers import is_elementwise, make_state, params_of
-from xla_fsdp.optim.rank_groups import Groups, check_groups, find_slice_problems, own_group
+from xla_fsdp.optim.rank_groups import (
+    Groups,
+    average_,
+    check_groups,
+    find_slice_problems,
+    own_group,
+)
 from xla_fsdp.optim.surrogate_optimizer import OwnParts, SurrogateOptimizer, free
 from xla_fsdp.state.optim import read_optimizer
 from xla_fsdp.state.optim_api import ShardNames, load_full, to_full
@@ -105,13 +111,14 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         if not known:
             _warn_about_whole(optimizer_class)
         self.is_sliced = known
-        checked = check_groups(groups)
-        self._ranks = own_group(checked)
-        self.slices = ParamSlices(_collectives(self._ranks, None if groups is None else checked))
+        self._groups = check_groups(groups)
+        self._ranks = own_group(self._groups)
+        self.slices = ParamSlices(
+            _collectives(self._ranks, None if groups is None else self._groups)
+        )
         self._averaged = gradients_are_averaged
         self._reduced: _Reduced | None = None
         super().__init__(params, optimizer_class, defaults)
-        self.slices.free()
 
     def surrogates(self, param: nn.Parameter) -> list[nn.Parameter]:
         """Return the slice of ``param``; ``param`` if the optimizer needs it unsharded."""
@@ -129,8 +136,9 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         if problems:
             raise ValueError("\n".join(problems))
         super().add_param_group({**param_group, "params": given})
-        if self.is_built:
-            self.slices.free()
+
+    def _take_initial_state(self) -> None:
+        self.slices.free()
 
     @torch.no_grad()
     def make_state(self) -> None:
@@ -194,12 +202,10 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
             ValueError: if ``norm_type`` is not positive.
         """
         grads = self._reduce().grads
-        if self.is_sliced:
-            sliced = [Slices(grads, [self.slices.collectives])]
-            return clip_grads_by_norm_(sliced, [], max_norm, norm_type)
-        norm = clip_grads_by_norm_([], grads, max_norm, norm_type)
-        # Scaling changed the parameters' own gradients; note the versions that step may use.
-        self._reduced = _Reduced(self._with_grad(), grads)
+        by = [self.slices.collectives] if self.is_sliced else []
+        norm = clip_grads_by_norm_([Slices(grads, by)], max_norm, norm_type)
+        if not self.is_sliced:  # the parameters' own gradients have changed
+            self._reduced = _Reduced(self._with_grad(), grads)
         return norm
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,11 +258,7 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         self._options_from_inner()
 
     def _reduce(self, *, strict: bool = False) -> _Reduced:
-        """Average the gradients over the ranks, or return the averages if that has been done.
-
-        Raises:
-            RuntimeError: if gradients have changed since, and ``strict``.
-        """
+        """Average the gradients over the ranks, or return the averages if that has been done."""
         params = self._with_grad()
         if self._reduced is not None:
             if self._reduced.is_of(params):
@@ -267,41 +269,32 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
                     "would be lost. Clip after the last change, or drop what was clipped by this "
                     "optimizer's zero_grad()"
                 )
+        grads = [_grad(param) for param in params]
         if not self.is_sliced:
-            grads = self._average_in_place(params)
+            self._average(grads)
         elif self._averaged:
-            grads = self.slices.cut(params, [_grad(param) for param in params])
+            grads = self.slices.cut(params, grads)
         else:
             grads = self.slices.reduce_scatter_grads(params)
         self._reduced = _Reduced(params, grads)
         return self._reduced
 
-    def _average_in_place(self, params: list[nn.Parameter]) -> list[Tensor]:
-        """Set the parameters' own gradients to the averages, and return them."""
-        grads = [_grad(param) for param in params]
+    def _average(self, grads: list[Tensor]) -> None:
         if not self._averaged:
-            # Make slices for the collectives below; the inner optimizer steps none.
-            for param in params:
-                self.slices.of(param)
-            means = self.slices.all_gather(params, self.slices.reduce_scatter_grads(params))
-            for grad, mean in zip(grads, means, strict=True):
-                grad.copy_(mean)
-        return grads
+            average_(grads, self._groups)
 
-    def _step_surrogates(self, found_inf: Tensor | None, others: dict[str, Any]) -> None:
+    def _step_surrogates(self, options: dict[str, Any]) -> None:
         reduced = self._reduce(strict=True)
         if self.is_sliced:
-            self._step_slices(reduced, found_inf, others)
+            self._step_slices(reduced, options)
         else:
-            self._step_inner(found_inf, others)
+            self._step_inner(options)
         self._reduced = None
 
-    def _step_slices(
-        self, reduced: _Reduced, found_inf: Tensor | None, others: dict[str, Any]
-    ) -> None:
+    def _step_slices(self, reduced: _Reduced, options: dict[str, Any]) -> None:
         params = reduced.params
         with self.slices.filled(params, reduced.grads):
-            self._step_inner(found_inf, others)
+            self._step_inner(options)
             values = self.slices.all_gather(params, [self.slices.of(param) for param in params])
         for param, value in zip(params, values, strict=True):
             param.copy_(value)
@@ -311,7 +304,7 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         with torch.enable_grad():
             loss = closure()
         with torch.no_grad():
-            self._average_in_place(self._with_grad())
+            self._average([_grad(param) for param in self._with_grad()])
             if not isinstance(loss, Tensor):
                 return loss
             ranks = self.slices.collectives
@@ -379,10 +372,8 @@ def _warn_about_whole(optimizer_class: Any) -> None:
 
 
 class ParamSlices:
-    """This rank's slices of replicated parameters: FSDP shards that no module owns.
-
-    Slices have no memory between steps, as the parameters hold the values.
-    """
+    """This rank's slices of replicated parameters: FSDP shards that no module owns. They have no
+    memory between steps, as the parameters hold the values."""
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives

@@ -41,7 +41,6 @@ from xla_fsdp.state.train_checkpoint import (
     TrainState,
     check_wrapped,
     go_on_from,
-    load_together,
     own_ranks,
     read_state,
     start_save,
@@ -80,21 +79,12 @@ class Restored(NamedTuple):
 
 @dataclass
 class _Tier:
-    """A directory of steps: when to save there, and what to keep.
-
-    Args:
-        storage: of the directory.
-        interval: of the steps that are saved there.
-        keep: which of them are kept.
-        run: of a local directory: that of the run to which it belongs.
-        damaged: attempts that could not be loaded.
-        metrics: that have been read.
-    """
+    """A directory of steps: when to save there, and what to keep."""
 
     storage: Storage
     interval: int
     keep: Keep
-    run: str | None = None
+    run: str | None = None  # of a local directory: that of the run to which it belongs
     damaged: set[Attempt] = field(default_factory=set)
     metrics: dict[Attempt, dict[str, float]] = field(default_factory=dict)
 
@@ -104,11 +94,8 @@ class _Tier:
         return [last[step] for step in sorted(last)]
 
     def check_run(self) -> bytes | None:
-        """Return the name of the run to which a local directory belongs, if that is known.
-
-        Raises:
-            CheckpointError: if it is another one.
-        """
+        """Return the name of the run to which a local directory belongs, if that is known; raise
+        CheckpointError if it is another one."""
         owner = None if self.run is None else self.storage.find(RUN)
         if owner is not None and owner != (self.run or "").encode():
             raise CheckpointError(
@@ -127,22 +114,6 @@ class _Tier:
         if attempt not in self.metrics:
             self.metrics[attempt] = read_metrics(self.storage, attempt)
         return self.metrics[attempt]
-
-
-@dataclass(frozen=True)
-class _How:
-    """How to restore: arguments of ``restore``, and what ``load_checkpoint`` has otherwise.
-
-    Args:
-        missing_ok: return if there is no complete step, rather than raise.
-        fall_back: to an older step, if one is damaged.
-    """
-
-    strict: bool = True
-    only: Callable[[str], bool] | Collection[str] | None = None
-    key_map: Mapping[str, str] | None = None
-    missing_ok: bool = True
-    fall_back: bool = True
 
 
 class _Candidate(NamedTuple):
@@ -216,6 +187,8 @@ class CheckpointManager:
         if local_directory is not None and local_interval is not None:
             local, run = open_storage(local_directory), self._tiers[0].storage.where.rstrip("/")
             self._tiers.append(_Tier(local, local_interval, local_keep, run))
+        # load_checkpoint raises where ``restore`` falls back to an older step, or finds none.
+        self._falls_back = self._missing_ok = True
         self._pending: PendingSave | None = None
         self._saved: int | None = None
 
@@ -305,30 +278,20 @@ class CheckpointManager:
         """
         if step is not None and step != "best":
             step = whole_number("step", step, 0)
-        return self._restore(model, optimizer, step, objects or {}, _How(strict, only, key_map))
-
-    def _restore(
-        self,
-        model: ShardedModule,
-        optimizer: Optimizer | None,
-        step: int | str | None,
-        objects: Mapping[str, Stateful],
-        how: _How,
-    ) -> Restored | None:
         check_wrapped(model)
         self.wait()
         wait_for_earlier(model)
         ranks = own_ranks()
         with ranks.failing_together():
-            state = TrainState(model, optimizer, objects)
+            state = TrainState(model, optimizer, objects or {})
             names = state.names()
-            selection = _selection(names, how)
+            selection = _selection(names, only, key_map, strict=strict)
             selected = list(filter(selection.only, names))
             agreed = {
                 "step": step,
-                "strict": how.strict,
+                "strict": strict,
                 "optimizer": state.kind_of_optimizer,
-                "key_map": str(how.key_map),
+                "key_map": str(key_map),
                 "only": f"{len(selected)} names, {digest(repr(selected).encode())[:15]}",
             }
         candidates, owners = self._candidates(ranks, step, agreed)
@@ -338,14 +301,16 @@ class CheckpointManager:
             with ranks.failing_together():
                 metrics = self._tiers[each.tier].metrics_of(each.attempt)
             loaded, found, mismatch = read_state(state, storage, each.attempt, selection)
-            ranks.all_gather_or_raise(found if mismatch or not how.fall_back else [])
+            ranks.all_gather_or_raise(found if mismatch or not self._falls_back else [])
             try:
                 ranks.all_gather_or_raise(found)
             except CheckpointError as error:
                 problems += error.problems
                 self._note_damage(each, error, ranks.rank)
                 continue
-            load_together(state, loaded, ranks, strict=how.strict and how.only is None)
+            with ranks.failing_together():  # what fails nevertheless
+                state.load(loaded, strict=strict and only is None)
+            ranks.all_gather_or_raise([])
             go_on_from(model, owners)
             self._saved = None  # what is trained from here on may be saved under the same number
             extra = loaded.values.get("extra")
@@ -354,7 +319,7 @@ class CheckpointManager:
             raise CheckpointError(problems)
         if step is not None:
             raise CheckpointError(self._absent(step))
-        if not how.missing_ok:
+        if not self._missing_ok:
             where = self._tiers[0].storage.where
             raise CheckpointError(f"{where} holds no complete step that all ranks see")
         go_on_from(model, owners)
@@ -417,12 +382,7 @@ class CheckpointManager:
         self, ranks: Ranks, step: int | str | None, agreed: Mapping[str, Any], looks: int = LOOKS
     ) -> tuple[list[_Candidate], frozenset[str]]:
         """Return what all ranks see as complete, in the order in which to try it, and the jobs that
-        own the directories.
-
-        Raises:
-            CheckpointError: on all ranks, if one cannot read a directory, or if they disagree about
-                ``agreed``.
-        """
+        own the directories. Ranks must give equal ``agreed``."""
         own: list[list[tuple[Attempt, dict[str, float]]]] = []
         owners: list[str] = []
         problems: list[str] = []
@@ -461,7 +421,7 @@ class CheckpointManager:
             warnings.warn(
                 f"{tier.storage.where}/{each.attempt.folder} cannot be loaded, so an older step "
                 f"is tried: {error}",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _absent(self, step: int | str) -> str:
@@ -483,7 +443,6 @@ def _common(
                 yield _Candidate(Attempt(*attempt), tier, metrics)
 
 
-@torch.inference_mode(False)  # which would make all that is loaded unfit for training
 def load_checkpoint(
     directory: str | os.PathLike[str],
     model: ShardedModule,
@@ -524,21 +483,21 @@ def load_checkpoint(
         step = whole_number("step", step, 0)
     with own_ranks().failing_together():
         manager = CheckpointManager(directory)
+    manager._falls_back, manager._missing_ok = False, missing_ok
     objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
-    how = _How(strict, missing_ok=missing_ok, fall_back=False)
-    restored = manager._restore(model, optimizer, step, objects, how)
+    restored = manager.restore(model, optimizer, step=step, objects=objects, strict=strict)
     if restored is None:
         return {"step": None, "extra": None}
     return {"step": restored.step, "extra": restored.extra}
 
 
-def _selection(names: Sequence[str], how: _How) -> Selection:
-    """Return what to load.
-
-    Raises:
-        CheckpointError: if ``only``, or a prefix of it, selects none of the model's names.
-    """
-    only, key_map, strict = how.only, how.key_map, how.strict
+def _selection(
+    names: Sequence[str],
+    only: Callable[[str], bool] | Collection[str] | None,
+    key_map: Mapping[str, str] | None,
+    *,
+    strict: bool,
+) -> Selection:
     if not isinstance(key_map, Mapping | None) or not all(
         isinstance(text, str) for pair in (key_map or {}).items() for text in pair
     ):

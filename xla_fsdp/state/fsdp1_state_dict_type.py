@@ -28,12 +28,9 @@ from torch.optim import Optimizer
 
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase
 from xla_fsdp.fsdp.engine.transitions import UnitState
+from xla_fsdp.optim.optimizers import params_of, shallow_copy
 from xla_fsdp.state.model import full_state_dict, load_full_state_dict, load_sharded_state_dict
-from xla_fsdp.state.optim_api import (
-    cut_optim_state_dict,
-    load_optim_state_dict,
-    sharded_optim_state_dict,
-)
+from xla_fsdp.state.optim_api import cut_optim_state_dict, sharded_optim_state_dict
 from xla_fsdp.state.optim_api import optim_state_dict as full_optim_state_dict
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -189,9 +186,7 @@ class StateDictTypes(FSDPModuleBase, nn.Module):
         chosen = _wrappers(model)[0]._chosen
         full = chosen is None or chosen.state_dict_type is FULL
         cut = cut_optim_state_dict(model, optim, optim_state_dict, full=full)
-        if load_directly and full:
-            load_optim_state_dict(model, optim, optim_state_dict)
-        elif load_directly:
+        if load_directly:
             optim.load_state_dict(cut)
         return cut
 
@@ -216,15 +211,13 @@ def _with_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Optimize
             f"optim_state_dict has the entries {sorted(state_dict)}; give what optim.state_dict() "
             f"returned, with state and param_groups"
         )
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    found: Any = object.__new__(type(optimizer))
-    vars(found).update(vars(optimizer))
-    found.state = {params[number]: entries for number, entries in state_dict["state"].items()}
-    found.param_groups = [
+    params = params_of(optimizer)
+    state = {params[number]: entries for number, entries in state_dict["state"].items()}
+    groups = [
         {**options, "params": own["params"]}
         for own, options in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
-    return found
+    return shallow_copy(optimizer, state, groups)
 
 
 def _wrappers(module: nn.Module) -> list[StateDictTypes]:

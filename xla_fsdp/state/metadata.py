@@ -24,15 +24,10 @@ from xla_fsdp.xla import ops
 
 
 def describe(model: nn.Module) -> ShardMetadata:
-    """Return the metadata of this rank's shards.
-
-    Args:
-        model: the outermost sharded module.
+    """Return the metadata of this rank's shards, of the outermost sharded module.
 
     Raises:
-        ValueError: if the model cannot be saved as files of shards: units have different meshes, or
-            are sharded along other dims than the first; or tensor parallelism has cut parameters
-            that no unit shards, along several axes, or over another mesh than that of FSDP.
+        ValueError: if the model cannot be saved as files of shards.
     """
     refuse_cut_outside(cut_outside_units(model), "files of shards")
     communication = _communication(model)

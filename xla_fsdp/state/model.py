@@ -19,9 +19,10 @@ from xla_fsdp.distributed.placement import TensorPlacement, placement_in
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.engine.load_hooks import Form, marked
-from xla_fsdp.fsdp.engine.module_state import FSDPState, named_fsdp_modules, reshard_units, units_in
-from xla_fsdp.fsdp.engine.param import joined, known_group
+from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules, reshard_units, units_in
+from xla_fsdp.fsdp.engine.param import joined
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
+from xla_fsdp.optim.guards import owned_by, shards_of_others
 from xla_fsdp.state.summon import SummonOptions, is_shown, summoned
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.host import execute_pending
@@ -45,7 +46,13 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
     """
     reshard_units(model)  # unsharded parameters in modules may be from before the optimizer's step
     units = units_in(model)
-    _refuse_shards_of_others(model, units)
+    if found := shards_of_others(model):
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ValueError(
+            f"full_state_dict was given a {type(model).__name__} inside of the unit that shards "
+            f"{', '.join(found[:3])}{more}, of which it has only shards; give it the sharded "
+            f"model, as the wrapper, fully_shard or parallelize returned it"
+        )
     options = SummonOptions(False, rank0_only, offload_to_cpu=True, global_params=True)
     # Compute buffers on all ranks, so that their programs are alike: with rank0_only the copies to
     # the host below are made on some ranks only.
@@ -93,25 +100,6 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], strict: 
     return model.load_state_dict(marked(state, model, Form.SHARDS), strict=strict)
 
 
-def _refuse_shards_of_others(model: nn.Module, units: Iterable[FSDPState]) -> None:
-    """Raise ValueError for shards of units that ``model`` is a part of, as these gather them."""
-    groups, in_units = {id(unit.group) for unit in units}, _places_in(units)
-    found = [
-        join_name(prefix, attribute)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for attribute, param in module._parameters.items()
-        if param is not None and (id(module), attribute) not in in_units
-        if (group := known_group(param)) is not None and id(group) not in groups
-    ]
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise ValueError(
-            f"full_state_dict was given a {type(model).__name__} inside of the unit that shards "
-            f"{', '.join(found[:3])}{more}, of which it has only shards; give it the sharded "
-            f"model, as the wrapper, fully_shard or parallelize returned it"
-        )
-
-
 class OutsideParam(NamedTuple):
     """A parameter that tensor parallelism has cut and that no unit shards."""
 
@@ -120,22 +108,10 @@ class OutsideParam(NamedTuple):
     placement: TensorPlacement
 
 
-def _places_in(units: Iterable[FSDPState]) -> set[tuple[int, str]]:
-    """Return where the units' parameters are, by module and attribute: inside summon_full_params
-    these hold tensors that are no shards."""
-    return {
-        (id(owner.module), owner.attribute)
-        for unit in units
-        for param in unit.group.params
-        for original in param.originals
-        for owner in original.owners
-    }
-
-
 def cut_outside_units(model: nn.Module) -> Iterator[OutsideParam]:
     """Yield the parameters outside of units that tensor parallelism has cut; tied ones under each
     of their names."""
-    in_units = _places_in(units_in(model))
+    in_units = owned_by(units_in(model))
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
             placement = placement_in(module, attribute)
@@ -146,8 +122,7 @@ def cut_outside_units(model: nn.Module) -> Iterator[OutsideParam]:
 
 
 def refuse_cut_outside(params: Iterable[OutsideParam], what: str) -> None:
-    """Raise ValueError if ranks hold different parts of one of ``params``, which ``what`` (a name
-    for the message) cannot save."""
+    """Raise ValueError if ranks hold different parts of one of ``params``."""
     names = [each.name for each in params if each.placement.parts > 1]
     if names:
         raise ValueError(

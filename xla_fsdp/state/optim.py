@@ -12,15 +12,13 @@ than it had when it was saved. Hyperparameters are replaced, as in torch.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xla_fsdp.checkpoint.format.records import (
@@ -30,29 +28,34 @@ from xla_fsdp.checkpoint.format.records import (
     StateEntry,
     StateKind,
 )
+from xla_fsdp.fsdp.engine.module_state import named_shards, reshard_units
 from xla_fsdp.fsdp.engine.param import StackPart, held_shape, known_shard
+from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
-from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of
-from xla_fsdp.optim.guards import in_own_order
-from xla_fsdp.optim.optimizers import takes_found_inf
+from xla_fsdp.fsdp.engine.stacked_params import is_stack, part_of, slice_of
+from xla_fsdp.optim.guards import marked
+from xla_fsdp.optim.optimizers import params_of
 
 PLAIN = (bool, int, float, str, type(None))
 NOT_OPTIONS = ("params", "param_names")
 SET_BY_SCHEDULERS = "initial_lr"
 
 
-def params_by_key(
-    sharded: Iterable[tuple[str, Tensor]], named: Iterable[tuple[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Return every parameter once, by key; a stacked one as its slice. The first of several names
-    for one shard is its key, as in ``get_shard_metadata()``.
+def distinct_shards(model: nn.Module) -> list[NamedShard]:
+    """Return every shard once, under its first key."""
+    shards: dict[object, NamedShard] = {}
+    for shard in named_shards(model):
+        shards.setdefault(shard.param.slots, shard)
+    return list(shards.values())
 
-    Args:
-        sharded: the result of ``model.get_original_names_and_sharded_parameters()``.
-        named: ``model.named_parameters()``, for those that are not sharded.
-    """
+
+def params_by_key(model: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter once, by key; a stacked one as its slice. The first of several names
+    for one shard is its key, as in ``get_shard_metadata()``."""
+    reshard_units(model)
+    sharded = [(each.key, slice_of(each.param, each.group)) for each in distinct_shards(model)]
     keys: dict[int, tuple[str, Tensor]] = {}
-    for name, param in (*sharded, *named):
+    for name, param in (*sharded, *model.named_parameters()):
         if not is_stack(param):  # its slices are in ``sharded``
             keys.setdefault(id(param), (name, param))
     return dict(keys.values())
@@ -60,34 +63,16 @@ def params_by_key(
 
 class OptimizerParams:
     """Maps keys of parameters to *leaves*: the tensors that an optimizer steps, parameters or
-    stacks of them.
-
-    Args:
-        params: parameters by key, from ``params_by_key``.
-    """
+    stacks of them."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
-        self._leaves = {key: _leaf_of(param) for key, param in params.items()}
+        # The leaf of each parameter, and which slice it is, if that is a stack.
+        self.places = {key: _leaf_of(param) for key, param in params.items()}
+        self.leaves = list({id(leaf): leaf for leaf, _ in self.places.values()}.values())
         self._keys: dict[int, list[str]] = defaultdict(list)
-        for key in sorted(self._leaves, key=self._number):
-            self._keys[id(self.leaf(key))].append(key)
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """The leaves, each once."""
-        return list({id(leaf): leaf for leaf, _ in self._leaves.values()}.values())
-
-    def leaf(self, key: str) -> Tensor:
-        """Return the parameter ``key``, or the stack that it is in."""
-        return self._leaves[key][0]
-
-    def part(self, key: str) -> StackPart | None:
-        """Return which slice of a stack the parameter is; None if it is in none."""
-        return self._leaves[key][1]
-
-    def _number(self, key: str) -> int:
-        part = self.part(key)
-        return 0 if part is None else part.number
+        numbers = {key: part.number if part else 0 for key, (_, part) in self.places.items()}
+        for key in sorted(numbers, key=numbers.__getitem__):
+            self._keys[id(self.places[key][0])].append(key)
 
     def keys(self, *leaves: Tensor) -> list[str]:
         """Return the keys of the parameters in ``leaves``, in order; none for other tensors."""
@@ -102,15 +87,8 @@ def _leaf_of(param: Tensor) -> tuple[Tensor, StackPart | None]:
 
 
 def read_optimizer(optimizer: Optimizer, params: Mapping[str, Tensor]) -> OptimizerState:
-    """Return the groups and state of ``optimizer``; tensors are detached, but not copied.
-
-    Args:
-        optimizer: any whose state is tensors and plain values.
-        params: the model's, from ``params_by_key``. They need not all be in the optimizer.
-
-    Raises:
-        ValueError: with every line of ``find_problems``.
-    """
+    """Return the groups and state of ``optimizer``; tensors are detached, but not copied. Not all
+    of ``params``, the model's from ``params_by_key``, need be in the optimizer."""
     raise_if(find_problems(optimizer, params))
     known = OptimizerParams(params)
     groups = tuple(
@@ -126,9 +104,9 @@ def read_optimizer(optimizer: Optimizer, params: Mapping[str, Tensor]) -> Optimi
         if (state := optimizer.state.get(leaf))
     }
     states = {
-        key: _entries_of_slice(by_leaf[leaf_id], known.part(key))
-        for key in params
-        if (leaf_id := id(known.leaf(key))) in by_leaf
+        key: _entries_of_slice(by_leaf[id(leaf)], part)
+        for key, (leaf, part) in known.places.items()
+        if id(leaf) in by_leaf
     }
     return OptimizerState(groups, states)
 
@@ -253,24 +231,16 @@ def write_optimizer(
 ) -> None:
     """Replace the groups' options and the state of ``optimizer``, also before its first step.
 
-    Args:
-        optimizer: of the same parameters in the same groups as ``state``.
-        params: the model's, by key.
-        state: tensors of kind ``SHARD`` must have the shape of the parameter.
-        cast: keys of parameters whose state gets the dtype that the optimizer's own
-            ``load_state_dict`` gives it.
-
-    Raises:
-        ValueError: with every problem found; nothing has been changed then.
+    ``cast`` are keys of parameters whose state gets the dtype that the optimizer's own
+    ``load_state_dict`` gives it.
     """
     given = torch_state_dict(optimizer, params, state)
     # torch's own method runs hooks, and subclasses override it; but it casts state to the dtypes of
     # parameters, so the values are written again afterwards, apart from those to cast.
-    with in_own_order():
-        optimizer.load_state_dict(
-            {**given, "state": {index: dict(values) for index, values in given["state"].items()}}
-        )
-    order = [param for group in optimizer.param_groups for param in group["params"]]
+    optimizer.load_state_dict(
+        {**given, "state": {index: dict(values) for index, values in given["state"].items()}}
+    )
+    order = params_of(optimizer)
     known = OptimizerParams(params)
     for index, values in given["state"].items():
         is_cast = not set(cast).isdisjoint(known.keys(order[index]))
@@ -286,23 +256,20 @@ def write_optimizer(
 def torch_state_dict(
     optimizer: Optimizer, params: Mapping[str, Tensor], state: OptimizerState
 ) -> dict[str, Any]:
-    """Return a copy of ``state`` in the form that ``optimizer.load_state_dict`` takes, by the
-    numbers of parameters. Arguments and errors are those of ``write_optimizer``."""
+    """Return a copy of ``state`` in the form that ``optimizer.load_state_dict`` takes."""
     raise_if(find_write_problems(optimizer, params, state))
     known = OptimizerParams(params)
-    order = [param for group in optimizer.param_groups for param in group["params"]]
+    order = params_of(optimizer)
     found = [[state.states.get(key) for key in known.keys(param)] for param in order]
-    return {
-        "param_groups": _torch_groups(optimizer, state),
-        "state": {
-            index: {
-                name: _copied(name, [each[name] for each in entries if each], param)
-                for name in entries[0] or ()
-            }
-            for index, (param, entries) in enumerate(zip(order, found, strict=True))
-            if entries[0] is not None
-        },
+    states = {
+        index: {
+            name: _copied(name, [each[name] for each in entries if each], param)
+            for name in entries[0] or ()
+        }
+        for index, (param, entries) in enumerate(zip(order, found, strict=True))
+        if entries[0] is not None
     }
+    return marked(optimizer, {"param_groups": _torch_groups(optimizer, state), "state": states})
 
 
 def find_write_problems(
@@ -369,15 +336,13 @@ def _stack_mismatches(keys: Sequence[str], state: OptimizerState) -> Iterator[st
     for key in keys[1:]:
         own = state.states.get(key, {})
         for name in sorted({*first, *own}):
-            if name not in own or name not in first:
-                without, other = (key, keys[0]) if name not in own else (keys[0], key)
-                yield f"the state has {name!r} for {other}, but not for {without} of the same stack"
-            elif not _is_stacked(name, own[name]) and not same_value(
-                first[name].value, own[name].value
+            both = name in first and name in own
+            if not both or not (
+                _is_stacked(name, own[name]) or same_value(first[name].value, own[name].value)
             ):
                 yield (
-                    f"{name!r} differs between {keys[0]} and {key}, which are in one stack and "
-                    f"have one value; load this state without stacked"
+                    f"{name!r} differs between {keys[0]} and {key}, or one has none; they are in "
+                    f"one stack and have one value, so load this state without stacked"
                 )
 
 
@@ -412,66 +377,6 @@ def _as_in(live: Any, value: Any) -> Any:
     if isinstance(live, tuple) and isinstance(value, list) and len(live) == len(value):
         return tuple(_as_in(*pair) for pair in zip(live, value, strict=True))
     return value
-
-
-@torch.no_grad()
-def create_state(optimizer: Optimizer, *, by_scaler: bool = True) -> None:
-    """Create the state that an optimizer otherwise creates in its first step, for every trainable
-    parameter that has none. Parameters and gradients do not change.
-
-    This makes a step with zero gradients and a learning rate of 0, and sets step counts back to 0.
-    An SGD with dampening then starts from a momentum of zero rather than from its first gradient.
-
-    Args:
-        optimizer: any.
-        by_scaler: pass ``found_inf`` if ``step`` takes it, as a gradient scaler does; such an
-            optimizer has more state then.
-
-    Raises:
-        ValueError: if a step needs a closure.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    waiting = [param for param in params if param.requires_grad and not optimizer.state.get(param)]
-    if not waiting:
-        return
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{type(optimizer).__name__} cannot make its state ahead of a step, which needs a "
-            f"closure; make a step before its state is loaded"
-        )
-    values = [param.clone() for param in waiting]
-    with _learning_rate_zero(optimizer, params):
-        for param in waiting:
-            param.grad = torch.zeros_like(param)
-        if by_scaler and takes_found_inf(optimizer):
-            found_inf = torch.zeros((), device=waiting[0].device)
-            optimizer.step(found_inf=found_inf)  # type: ignore[call-overload]
-        else:
-            optimizer.step()
-    for param, value in zip(waiting, values, strict=True):
-        param.copy_(value)
-        state = optimizer.state[param]
-        for name in {"step", UNSHARDED + "step"} & state.keys():
-            state[name] = state[name] * 0
-
-
-@contextlib.contextmanager
-def _learning_rate_zero(optimizer: Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
-    """Inside the block, no parameter has a gradient and all learning rates are 0."""
-    grads = [param.grad for param in params]
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    for param in params:
-        param.grad = None
-    for group, rate in rates:
-        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-    try:
-        yield
-    finally:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        for group, rate in rates:
-            group["lr"] = rate
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -8,7 +8,6 @@ of them. Gathering takes one collective per unit and state name.
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,15 +25,13 @@ from xla_fsdp.checkpoint.format.records import (
     StateEntry,
     StateKind,
 )
-from xla_fsdp.fsdp.engine.module_state import named_shards, reshard_units
+from xla_fsdp.fsdp.engine.module_state import named_shards
 from xla_fsdp.fsdp.engine.param import all_joined, own_parts
 from xla_fsdp.fsdp.engine.param_group import NamedShard
-from xla_fsdp.fsdp.engine.stacked_params import slice_of
-from xla_fsdp.optim.optimizers import takes_found_inf
+from xla_fsdp.optim.optimizers import needs_closure, params_of, takes_found_inf
 from xla_fsdp.state.model import cut_outside_units, refuse_cut_outside
 from xla_fsdp.state.optim import (
-    OptimizerParams,
-    create_state,
+    distinct_shards,
     params_by_key,
     raise_if,
     read_optimizer,
@@ -61,10 +58,10 @@ def optim_state_dict(
             tensor parallelism has cut and no unit shards, or state that has neither the shape of a
             shard nor one element (as Adafactor's row and column statistics of a shard).
     """
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    held = set(map(id, params_of(optimizer)))
     outside = [each for each in cut_outside_units(model) if id(each.param) in held]
     refuse_cut_outside(outside, "optim_state_dict")
-    state = read_optimizer(optimizer, _params(model))
+    state = read_optimizer(optimizer, params_by_key(model))
     execute_pending()  # with rank0_only some ranks alone read entries; see full_state_dict
     return to_full(state, _names(model), only=0 if rank0_only else None)
 
@@ -81,29 +78,20 @@ def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping
     Raises:
         ValueError: with every name, group or shape that does not fit; nothing has been changed.
     """
-    load_full(optimizer, _params(model), _names(model), state)
+    write_optimizer(optimizer, *_to_load(model, optimizer, state, full=True))
 
 
 def cut_optim_state_dict(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, full: bool
 ) -> dict[str, Any]:
-    """Return ``state`` in the form that ``optimizer.load_state_dict`` takes; load nothing.
-
-    Args:
-        model: the sharded model.
-        optimizer: the optimizer of its parameters.
-        state: a result of ``optim_state_dict`` (``full``) or of ``sharded_optim_state_dict``.
-        full: whether ``state`` is unsharded.
-    """
-    params = _params(model)
-    with state_made(optimizer, params, state, restore=True) as template:
-        cut = from_full(state, template, _names(model)) if full else from_shards(state, template)
-        return torch_state_dict(optimizer, params, cut)
+    """Return ``state``, a result of ``optim_state_dict`` (``full``) or of
+    ``sharded_optim_state_dict``, in the form that ``optimizer.load_state_dict`` takes."""
+    return torch_state_dict(optimizer, *_to_load(model, optimizer, state, full=full))
 
 
 def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state of this rank's shards, by their keys in ``state_dict()``."""
-    state = read_optimizer(optimizer, _params(model))
+    state = read_optimizer(optimizer, params_by_key(model))
     return {
         "state": {
             key: {name: _on_host(entry.value) for name, entry in entries.items()}
@@ -116,28 +104,18 @@ def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str
 def load_sharded_optim_state_dict(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Load a result of ``sharded_optim_state_dict`` on this rank, of as many ranks.
-
-    Raises:
-        ValueError: with every name, group or shape that does not fit.
-    """
-    params = _params(model)
-    with state_made(optimizer, params, state) as template:
-        write_optimizer(optimizer, params, from_shards(state, template))
+    """Load a result of ``sharded_optim_state_dict`` on this rank, of as many ranks."""
+    write_optimizer(optimizer, *_to_load(model, optimizer, state, full=False))
 
 
-def _params(model: nn.Module) -> dict[str, Tensor]:
-    reshard_units(model)
-    sharded = [(shard.key, slice_of(shard.param, shard.group)) for shard in _shards(model)]
-    return params_by_key(sharded, model.named_parameters())
-
-
-def _shards(model: nn.Module) -> list[NamedShard]:
-    """Return every shard once, under its first key."""
-    shards: dict[object, NamedShard] = {}
-    for shard in named_shards(model):
-        shards.setdefault(shard.param.slots, shard)
-    return list(shards.values())
+def _to_load(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, full: bool
+) -> tuple[dict[str, Tensor], OptimizerState]:
+    """Return the model's parameters by key, and ``state`` of this rank's shards."""
+    params = params_by_key(model)
+    template = _template(optimizer, params, state)
+    own = from_full(state, template, _names(model)) if full else from_shards(state, template)
+    return params, own
 
 
 def _names(model: nn.Module) -> ShardNames:
@@ -152,7 +130,7 @@ def _names(model: nn.Module) -> ShardNames:
         is_slice = shard.param.slots.part is not None
         return shard.names[0] if is_slice else first[id(shard.param.leaf)]
 
-    shards = _shards(model)
+    shards = distinct_shards(model)
     originals = {
         shard.key: shard.names if shard.param.is_flat else [canonical_name(shard)]
         for shard in shards
@@ -167,17 +145,8 @@ def _names(model: nn.Module) -> ShardNames:
 
 
 def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None) -> dict[str, Any]:
-    """Return the state dict of the original model's optimizer, by original names, on the CPU.
-
-    Args:
-        state: of this rank's optimizer.
-        names: of the model's parameters.
-        only: the rank, among those that share the parameters, that gets the result; others get an
-            empty one (default: all get it).
-
-    Raises:
-        ValueError: for state that cannot be gathered.
-    """
+    """Return the state dict of the original model's optimizer, by original names, on the CPU; on
+    ranks other than ``only``, among those that share the parameters, an empty one."""
     raise_if(list(_ungatherable(state, names)))
     shards = list(names.shards.values())
     shown = only is None or all(shard.is_of(only) for shard in shards)
@@ -209,17 +178,7 @@ def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None
 def from_full(
     full: Mapping[str, Any], template: OptimizerState, names: ShardNames
 ) -> OptimizerState:
-    """Shard a full state for this rank's optimizer.
-
-    Args:
-        full: a result of ``to_full``, on any number of ranks.
-        template: state of the optimizer to load, which has the kind of each entry.
-        names: of the model's parameters.
-
-    Raises:
-        ValueError: with every problem found.
-    """
-    raise_if(list(_malformed(full)))
+    """Shard a result of ``to_full``, on any number of ranks, for this rank's optimizer."""
     reader = _Reader(full, template, names)
     state = OptimizerState(
         tuple(reader.group(part) for part in full["param_groups"]),
@@ -230,16 +189,7 @@ def from_full(
 
 
 def from_shards(given: Mapping[str, Any], template: OptimizerState) -> OptimizerState:
-    """Read a result of ``sharded_optim_state_dict``; ``write_optimizer`` checks whether it fits.
-
-    Args:
-        given: the state dict.
-        template: state of the optimizer to load, which has the kind of each entry.
-
-    Raises:
-        ValueError: if ``given`` does not have the form of an optimizer's state dict.
-    """
-    raise_if(list(_malformed(given)))
+    """Read a result of ``sharded_optim_state_dict``; ``write_optimizer`` checks whether it fits."""
     groups = tuple(
         GroupRecord(tuple(part["params"]), {n: v for n, v in part.items() if n != "params"})
         for part in given["param_groups"]
@@ -262,57 +212,64 @@ def from_shards(given: Mapping[str, Any], template: OptimizerState) -> Optimizer
 def load_full(
     optimizer: Optimizer, params: Mapping[str, Tensor], names: ShardNames, full: Mapping[str, Any]
 ) -> None:
-    """Load a full state, of any number of ranks, into this rank's optimizer, which need not have
-    made a step; raise ValueError with every problem found, before anything is changed."""
-    with state_made(optimizer, params, full) as template:
-        write_optimizer(optimizer, params, from_full(full, template, names))
+    """Load a full state, of any number of ranks, into this rank's optimizer."""
+    write_optimizer(optimizer, params, from_full(full, _template(optimizer, params, full), names))
 
 
-@contextlib.contextmanager
-def state_made(
-    optimizer: Optimizer, params: Mapping[str, Tensor], given: Any, *, restore: bool = False
-) -> Iterator[OptimizerState]:
-    """Yield the optimizer's state, after creating what a first step would, to load ``given`` into.
-
-    Created state is removed again if the block raises, and always with ``restore``.
-    """
-    without = [leaf for leaf in OptimizerParams(params).leaves if not optimizer.state.get(leaf)]
-    _create_for(given, optimizer, without)
-    failed = True
+@torch.no_grad()
+def _template(optimizer: Optimizer, params: Mapping[str, Tensor], given: Any) -> OptimizerState:
+    """Return the state of ``optimizer``, and of parameters without any that of a first step, which
+    tells what of ``given`` is sharded. Nothing changes."""
+    raise_if(list(_malformed(given)))
+    own = params_of(optimizer)
+    without = [param for param in own if param.requires_grad and not optimizer.state.get(param)]
+    if without and needs_closure(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot make its state ahead of a step, which needs a "
+            f"closure; make a step before its state is loaded"
+        )
+    grads, values = [param.grad for param in own], [param.clone() for param in without]
+    options = [dict(group) for group in optimizer.param_groups]  # some count steps there
+    wanted = {name for entries in given["state"].values() for name in entries}
+    # Those of torch_xla.amp.syncfree have other entries where a scaler made the steps.
+    ways = (True, False) if takes_found_inf(optimizer) else (False,)
     try:
-        yield read_optimizer(optimizer, params)
-        failed = False
+        for by_scaler in ways if without else ():
+            _step_by_zero(optimizer, without, by_scaler=by_scaler)
+            if wanted == {name for param in without for name in optimizer.state.get(param, ())}:
+                break
+        return read_optimizer(optimizer, params)
     finally:
-        for param in without if failed or restore else ():
+        for group, before in zip(optimizer.param_groups, options, strict=True):
+            group.clear()
+            group.update(before)
+        for param, grad in zip(own, grads, strict=True):
+            param.grad = grad
+        for param, value in zip(without, values, strict=True):
+            param.copy_(value)
             optimizer.state.pop(param, None)
 
 
-def _create_for(given: Any, optimizer: Optimizer, without: Sequence[Tensor]) -> None:
-    """Create state with the entries that ``given`` has, which tell whether a scaler made the steps
-    (optimizers of ``torch_xla.amp.syncfree`` have other entries then)."""
-    create_state(optimizer)
-    if not takes_found_inf(optimizer) or list(_malformed(given)):
-        return
-    made = {name for param in without for name in optimizer.state.get(param, ())}
-    if made and made != {name for values in given["state"].values() for name in values}:
-        for param in without:
-            optimizer.state.pop(param, None)
-        create_state(optimizer, by_scaler=False)
+def _step_by_zero(optimizer: Optimizer, params: Sequence[Tensor], *, by_scaler: bool) -> None:
+    """Step ``params``, which have no state, by gradients of zeros."""
+    for param in params_of(optimizer):
+        param.grad = None
+    for param in params:
+        optimizer.state.pop(param, None)
+        param.grad = torch.zeros_like(param)
+    if by_scaler:
+        optimizer.step(found_inf=torch.zeros((), device=params[0].device))  # type: ignore[call-overload]
+    else:
+        optimizer.step()
 
 
 @dataclass(frozen=True)
 class ShardNames:
-    """The original names of the parameters in each shard.
+    """The original names of the parameters in each shard."""
 
-    Args:
-        shards: every shard of the model once, by key; those of a unit follow each other.
-        originals: names of the parameters in each shard, in order, by its key.
-        canonical: the name used in state dicts, by each other name of a tied parameter.
-    """
-
-    shards: dict[str, NamedShard]
-    originals: dict[str, list[str]]
-    canonical: dict[str, str]
+    shards: dict[str, NamedShard]  # by key; those of a unit follow each other
+    originals: dict[str, list[str]]  # by key, in order
+    canonical: dict[str, str]  # the name in state dicts, by each other one of a tied parameter
 
     def of(self, key: str) -> list[str]:
         """Return the names of the parameters in shard ``key``; an unsharded one is its own key."""

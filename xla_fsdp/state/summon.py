@@ -7,7 +7,7 @@ one that several units share is one tensor. Every rank gathers, also with ``rank
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -46,12 +46,7 @@ class SummonOptions:
 
 @contextlib.contextmanager
 def summoned(units: Sequence[FSDPState], options: SummonOptions) -> Iterator[None]:
-    """Let the modules of ``units`` hold unsharded parameters inside the block.
-
-    Raises:
-        RuntimeError: inside a forward or backward of one of the units.
-        ValueError: if the block replaced a parameter that is to be written back.
-    """
+    """Let the modules of ``units`` hold unsharded parameters inside the block."""
     if current_pass() != -1:
         raise RuntimeError(
             "full parameters cannot be summoned inside a backward pass, in a hook say: units are "
@@ -64,17 +59,14 @@ def summoned(units: Sequence[FSDPState], options: SummonOptions) -> Iterator[Non
     with contextlib.ExitStack() as stack:
         for unit, params in zip(units, unsharded, strict=True):
             stack.enter_context(unit.summoned(params))
-        before = [[_state(leaf) for leaf in params] for params in unsharded]
+        before = {leaf: _state(leaf) for params in unsharded for leaf in params}
         yield
         if options.writeback:
-            for unit, params, old in zip(units, unsharded, before, strict=True):
-                _write_back(unit, params, old, with_grads=options.with_grads)
+            for unit, params in zip(units, unsharded, strict=True):
+                _write_back(unit, params, before, with_grads=options.with_grads)
 
 
-_State = tuple[int, int]
-
-
-def _state(leaf: Tensor) -> _State:
+def _state(leaf: Tensor) -> tuple[int, int]:
     """Return what differs once ``leaf`` was changed on the device, also by its ``data``."""
     return ops.memory_of(leaf), num_changes([leaf])[0]
 
@@ -138,23 +130,22 @@ def _leaf(value: Tensor, grad: Tensor | None, of: Tensor, on_host: bool) -> nn.P
 def _write_back(
     unit: FSDPState,
     unsharded: Sequence[nn.Parameter],
-    before: Sequence[_State],
+    before: Mapping[nn.Parameter, tuple[int, int]],
     *,
     with_grads: bool,
 ) -> None:
     """Write what has changed since ``before``: a shard that is written to is no longer what a
     forward before the block has computed with, and its backward would raise."""
-    rest, old = iter(unsharded), iter(before)
+    rest = iter(unsharded)
     for param in unit.group.params:
         rank = unit.group.collectives_of(param).rank
         originals = list(islice(rest, len(param.originals)))
-        states = list(islice(old, len(originals)))
         _refuse_replaced(param, originals)
         new = param.slice_of(originals, rank)
         if not on_device(new):
             is_changed = not torch.equal(new, param.shard.cpu())
         else:
-            is_changed = any(_state(leaf) != s for leaf, s in zip(originals, states, strict=True))
+            is_changed = any(_state(leaf) != before[leaf] for leaf in originals)
         if is_changed:
             param.shard.copy_(new)
         if with_grads:

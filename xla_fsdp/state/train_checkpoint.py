@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from xla_fsdp.checkpoint.convert.reshard import LoadTarget, Selection
@@ -75,23 +76,9 @@ from xla_fsdp.xla.host import exchange
 LR_SCHEDULER = "lr_scheduler"
 
 
-class Stateful(Protocol):
-    """Any object with the state dict methods of torch's schedulers."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
 @dataclass
 class TrainState:
-    """The objects that one rank trains; converts their state to and from the contents of files.
-
-    Args:
-        model: the outermost sharded module.
-        optimizer: the optimizer of its parameters, or None.
-        objects: other objects by name; their states are saved by every rank.
-    """
+    """The objects that one rank trains; converts their state to and from the contents of files."""
 
     model: ShardedModule
     optimizer: Optimizer | None
@@ -103,9 +90,7 @@ class TrainState:
         reshard_units(self._module)
         own = describe(self._module)
         self.metadata = replace(own, global_rank=None if own.groups is None else ops.rank())
-        self.params = params_by_key(
-            self.model.get_original_names_and_sharded_parameters(), self._module.named_parameters()
-        )
+        self.params = params_by_key(self._module)
 
     @property
     def _module(self) -> nn.Module:
@@ -132,13 +117,9 @@ class TrainState:
         return problems
 
     def content(self, extra: Any, host: HostCopies) -> RankContent:
-        """Return this rank's tensors and values, copied to host memory.
+        """Return this rank's tensors and values, copied to ``host``.
 
         Call it only if ``find_save_problems`` found none.
-
-        Args:
-            extra: as given to ``save_checkpoint``.
-            host: where the copies are.
         """
         state = None
         if self.optimizer is not None:
@@ -184,11 +165,7 @@ class TrainState:
             return self._module.state_dict()
 
     def target(self) -> LoadTarget:
-        """Return the tensors that this rank needs, by key and shape.
-
-        Raises:
-            CheckpointError: if state cannot be written to the optimizer.
-        """
+        """Return the tensors that this rank needs, by key and shape."""
         sharded = {record.key for record in self.metadata.params}
         tensors = self._tensors()
         unsharded = {key: tuple(t.shape) for key, t in tensors.items() if key not in sharded}
@@ -291,11 +268,7 @@ def _naming(call: str) -> Iterator[None]:
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as numbers of Python.
-
-    Raises:
-        CheckpointError: if there are other things than numbers.
-    """
+    """Return metrics as numbers of Python."""
     if not isinstance(metrics, Mapping):
         raise CheckpointError(f"metrics is {metrics!r}; expected numbers by name")
     plain: dict[str, float] = {}
@@ -322,26 +295,19 @@ _replaced: WeakKeyDictionary[ShardedModule, frozenset[str]] = WeakKeyDictionary(
 """Tokens of the jobs from whose directories the model was loaded, which it goes on from."""
 
 
-class _SavedPlace(NamedTuple):
-    """Where a rank has saved a model last: ranks on CPU are threads of one process."""
-
-    rank: int
-    where: str
-    step: int
-
-
-_saved_places: WeakKeyDictionary[ShardedModule, _SavedPlace] = WeakKeyDictionary()
+_saved_places: WeakKeyDictionary[ShardedModule, tuple[int, str, int]] = WeakKeyDictionary()
+"""Where each model was saved last: rank, directory and step."""
 _saved_lock = threading.Lock()
 
 
-def _find_other_model(model: ShardedModule, place: _SavedPlace) -> Iterator[str]:
+def _find_other_model(model: ShardedModule, place: tuple[int, str, int]) -> Iterator[str]:
     """Yield a line if another model of this job has just saved the same step, which this one would
     replace; a model that was loaded goes on for another one."""
     with _saved_lock:
         others = [each for each, known in _saved_places.items() if known == place]
     if not _replaced.get(model) and any(each is not model for each in others):
         yield (
-            f"{place.where}: step {place.step} was saved there by another model, whose files this "
+            f"{place[1]}: step {place[2]} was saved there by another model, whose files this "
             f"one would replace; save each model to a directory of its own"
         )
 
@@ -471,7 +437,7 @@ def start_save(
         problems += state.find_save_problems(extra)
         same = {"optimizer": state.kind_of_optimizer}
         storage = open_storage(directory)
-        place = _SavedPlace(ranks.rank, storage.where, step)
+        place = (ranks.rank, storage.where, step)
         problems += _find_other_model(model, place)
         save = Save(storage, ranks, file, step, options.keep, job, metrics, same)
     save.begin(problems)
@@ -502,13 +468,6 @@ def read_state(
         damaged = isinstance(error, CheckpointError) and not isinstance(error, MismatchError)
         return None, lines_of(error), not damaged
     return loaded, problems, bool(problems)
-
-
-def load_together(state: TrainState, loaded: LoadedStep, ranks: Ranks, *, strict: bool) -> None:
-    """Load what was found to fit; what fails nevertheless on one rank is raised by all."""
-    with ranks.failing_together():
-        state.load(loaded, strict=strict)
-    ranks.all_gather_or_raise([])
 
 
 def go_on_from(model: ShardedModule, owners: frozenset[str]) -> None:

@@ -352,17 +352,17 @@ def _told(places: Sequence[Sequence[int]]) -> str:
 # ---------------------------------------------------------------- the order of torch_xla's files
 
 upstream_order: WeakKeyDictionary[FSDPParam, int] = WeakKeyDictionary()
-"""Where a parameter was in the state dict of torch_xla's FSDP from which it was loaded last, until
-the first step: torch's optimizers know parameters by position."""
+"""Where a parameter was in the state dict of torch_xla's FSDP from which it was loaded last:
+torch's optimizers know parameters by position."""
 _next_place = count(1)
-upstream_lock = threading.Lock()  # ranks on CPU are threads
+_upstream_lock = threading.Lock()  # ranks on CPU are threads
 
 
 def _note_order(params: Sequence[FSDPParam], *, upstream: bool) -> None:
     """Note the order in which a state dict of the model that is being loaded has parameters; forget
     it, if that is not of torch_xla's FSDP."""
-    with upstream_lock:
+    with _upstream_lock:
         for param in params:
             upstream_order.pop(param, None)
             if upstream:
-                upstream_order[param] = next(_next_place)  # never used again: tells one file's
+                upstream_order[param] = next(_next_place)  # also of several models in their order

@@ -81,11 +81,23 @@ def lines_of(error: Exception) -> list[str]:
     return [f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0])}"]
 
 
-def prefixed(error: CheckpointError, name: str) -> CheckpointError:
-    """Return the error with ``"{name}: "`` before every line that does not begin with the name."""
-    return type(error)(
-        [line if line.startswith(name) else f"{name}: {line}" for line in error.problems]
-    )
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Put ``"{name}: "`` before every line of a ``CheckpointError`` that does not begin so."""
+    try:
+        yield
+    except CheckpointError as error:
+        lines = [line if line.startswith(name) else f"{name}: {line}" for line in error.problems]
+        raise type(error)(lines) from error
+
+
+@contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Add the lines of a ``CheckpointError`` to these, and do not raise it."""
+    try:
+        yield
+    except CheckpointError as error:
+        problems += error.problems
 
 
 def typed(value: Any, kind: type[T], where: str) -> T:

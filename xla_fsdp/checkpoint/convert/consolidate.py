@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from xla_fsdp.checkpoint.convert.model_files import (
     restricted,
 )
 from xla_fsdp.checkpoint.convert.read_model import open_model
-from xla_fsdp.checkpoint.errors import CheckpointError, deleted_meanwhile, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, collecting, deleted_meanwhile, raise_if
 from xla_fsdp.checkpoint.files.copying import Verifier, find_damage
 from xla_fsdp.checkpoint.files.outputs import (
     BytesOutput,
@@ -52,7 +52,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     full_path,
     source_of,
 )
-from xla_fsdp.checkpoint.format.consistency import find_marker_problems, find_problems
+from xla_fsdp.checkpoint.format.consistency import check_marker, find_problems
 from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint, full_checkpoint
 from xla_fsdp.checkpoint.format.plan import identify, make_plan
 from xla_fsdp.checkpoint.format.records import Marker
@@ -257,46 +257,35 @@ def _whole_model(path: str) -> list[str]:
 
 
 def _open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[str]]:
-    # The pattern of shard files may match earlier outputs too: these are ignored.
     shards: list[Shard] = []
     problems: list[str] = []
     storages: dict[str, Storage] = {}
+    markers: dict[str, Marker | None] = {}
     for path in paths:
+        folder, name = split_path(path)
         try:
-            folder, _ = split_path(path)
             if is_url(path) and folder not in storages:
                 storages[folder] = open_storage(folder, files_at_once=len(paths))
-            first = shards[0] if shards else None
-            shards.append(open_shard(path, storages.get(folder), first))
+            shard = open_shard(path, storages.get(folder), shards[0] if shards else None)
         except CheckpointError as error:
+            # The pattern of shard files may match earlier outputs too: these are ignored.
             same = os.path.realpath(path) == os.path.realpath(output)
             if not same and OUTPUT_MARK not in os.path.basename(path):
                 problems += [deleted_meanwhile(path)] if _is_gone(path) else error.problems
-    strange = dict(_find_strange(shards))
-    return [shard for shard in shards if shard.source not in strange], [
-        *problems,
-        *(problem for lines in strange.values() for problem in lines),
-    ]
+            continue
+        with collecting(problems):
+            if folder not in markers:
+                markers[folder] = read_marker_file(folder) if has_marker(folder) else None
+            marker = markers[folder]
+            if marker and name in marker.files:
+                check_marker(shard, marker)
+            shards.append(shard)
+    return shards, problems
 
 
 def _is_gone(path: str) -> bool:
     """Whether a local file that was found is not there any more, nor a marker that lists it."""
     return not (is_url(path) or os.path.lexists(path) or has_marker(split_path(path)[0]))
-
-
-def _find_strange(shards: Sequence[Shard]) -> Iterator[tuple[str, list[str]]]:
-    """Yield every shard that the marker of its step lists as another one, with the problems."""
-    markers: dict[str, Marker | None] = {}
-    for shard in shards:
-        folder, name = split_path(shard.source)
-        try:
-            if folder not in markers:
-                markers[folder] = read_marker_file(folder) if has_marker(folder) else None
-            marker = markers[folder]
-            if marker and name in marker.files:
-                raise_if(find_marker_problems(shard, marker))
-        except CheckpointError as error:
-            yield shard.source, error.problems
 
 
 def open_shard(path: str, storage: Storage | None = None, like: Shard | None = None) -> Shard:

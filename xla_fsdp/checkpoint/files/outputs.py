@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_fsdp.checkpoint.errors import CheckpointError, failing, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, collecting, failing, raise_if
 from xla_fsdp.checkpoint.files.checksum import room_for, written
 from xla_fsdp.checkpoint.files.copying import (
     CopyTask,
@@ -264,10 +264,11 @@ def find_shard_files(paths: Sequence[str], sources: Sequence[str]) -> list[str]:
 
 def find_url_problems(url: str, *, overwrite: bool) -> list[str]:
     """Return the reason why nothing can be written to a URL, if there is one."""
-    try:
-        return [f"{url}: {EXISTS}"] if exists(url) and not overwrite else []
-    except CheckpointError as error:
-        return error.problems
+    problems: list[str] = []
+    with collecting(problems):
+        if exists(url) and not overwrite:
+            raise CheckpointError(f"{url}: {EXISTS}")
+    return problems
 
 
 def _copy(

@@ -23,10 +23,12 @@ from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     checked_shape,
     dtype_name,
-    prefixed,
+    failing,
+    naming,
     raise_if,
     refuse_repeated,
     shown,
+    typed,
 )
 from xla_fsdp.checkpoint.files.checksum import digest
 from xla_fsdp.checkpoint.files.tensor_source import (
@@ -148,10 +150,17 @@ def read_header(source: ByteSource, name: str) -> Header:
     Raises:
         CheckpointError: with one line that names the file, if it is malformed or truncated.
     """
-    try:
-        return _parsed(source)
-    except CheckpointError as error:
-        raise prefixed(error, name) from error
+    with naming(name):
+        data = header_bytes(source)
+        with failing("header", "is not UTF-8 text", UnicodeDecodeError):
+            text = data[8:].decode()
+        lines = _json_dict(text, "header")
+        metadata = _metadata(lines.pop(RESERVED, {}))
+        entries = {name: _entry(line, name, len(data)) for name, line in lines.items()}
+        in_file_order = sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop))
+        header = Header(dict(in_file_order), metadata, len(data), digest(data))
+        _check_filled(header, source.nbytes)
+        return header
 
 
 def tensor_of(source: ByteSource, entry: Entry, checksum: str | None = None) -> TensorSource:
@@ -228,35 +237,10 @@ def header_bytes(source: ByteSource) -> bytes:
     return head + read_bytes(source, 8, length)
 
 
-def _parsed(source: ByteSource) -> Header:
-    data = header_bytes(source)
-    lines = _json_dict(_text(data[8:]), "header")
-    metadata = _metadata(lines.pop(RESERVED, {}))
-    entries = {name: _entry(line, name, len(data)) for name, line in lines.items()}
-    in_file_order = sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop))
-    header = Header(dict(in_file_order), metadata, len(data), digest(data))
-    _check_filled(header, source.nbytes)
-    return header
-
-
-def _text(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"header is not UTF-8 text: {error.reason}") from error
-
-
 def _json_dict(text: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text, object_pairs_hook=_without_repetition)
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from error
     # Wrong syntax, numbers of more digits than Python converts, or too deep nesting.
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is a JSON {type(value).__name__}, expected a dict")
-    return value
+    with failing(where, "is not JSON", (ValueError, RecursionError)), naming(where):
+        return typed(json.loads(text, object_pairs_hook=_without_repetition), dict, where)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,8 @@ from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     checked_shape,
     dtype_named,
-    prefixed,
+    failing,
+    naming,
     shown,
     typed,
 )
@@ -75,34 +76,13 @@ _DENSE = {
     "torch._utils._rebuild_tensor_v2": 2,
     "torch._utils._rebuild_tensor_v3": 3,
 }
-_TENSORS = {
-    *_DENSE,
-    "torch._tensor._rebuild_from_type_v2",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
-    "torch._utils._rebuild_meta_tensor_no_storage",
-    "torch._utils._rebuild_nested_tensor",
-    "torch._utils._rebuild_parameter",
-    "torch._utils._rebuild_parameter_with_state",
-    "torch._utils._rebuild_qtensor",
-    "torch._utils._rebuild_sparse_tensor",
-    "torch._utils._rebuild_wrapper_subclass",
-}
+_TENSOR = re.compile(r"torch\._(utils|tensor)\._rebuild_\w+")
 _BYTES = ("_codecs.encode", "builtins.bytearray")
-_KNOWN = {
-    *_TENSORS,
-    *_BYTES,
-    "builtins.complex",
-    "builtins.set",
-    "collections.Counter",
-    "collections.OrderedDict",
-    "torch.Size",
-    "torch.Tensor",
-    "torch.device",
-    "torch.nn.parameter.Parameter",
-    "torch.per_channel_affine",
-    "torch.per_tensor_affine",
-    "torch.serialization._get_layout",
-}
+_KNOWN = re.compile(
+    rf"{_TENSOR.pattern}|{_STORAGE.pattern}|_codecs\.encode|builtins\.(bytearray|complex|set)"
+    r"|collections\.(Counter|OrderedDict)|torch\.(Size|Tensor|device|nn\.parameter\.Parameter)"
+    r"|torch\.per_(channel|tensor)_affine|torch\.serialization\._get_layout"
+)
 
 
 @dataclass(frozen=True)
@@ -124,13 +104,8 @@ def read_torch_file(path: str) -> Any:
             would run code.
     """
     source = LocalFile(path)
-    try:
-        with open(path, "rb") as file:
-            return read_torch(file, source)
-    except CheckpointError as error:
-        raise prefixed(error, path) from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with failing(path, "cannot be read", OSError), naming(path), open(path, "rb") as file:
+        return read_torch(file, source)
 
 
 def read_torch(file: BinaryIO, source: LocalFile | Bytes) -> Any:
@@ -186,7 +161,7 @@ def _from_archive(file: BinaryIO, source: LocalFile | Bytes) -> Any:
             raise CheckpointError(f"truncated: it has no record {shown(stored.key)}")
         return Part(source, record.start, record.nbytes), record
 
-    value = read_pickle(io.BytesIO(data), _is_known, _storage_of, ADVICE)
+    value = read_pickle(io.BytesIO(data), is_known, _storage_of, ADVICE)
     return _Converter(source.path, storage).content(value, len(data))
 
 
@@ -339,7 +314,7 @@ class _Converter:
         return convert_plain(value, length, self._convert)
 
     def _convert(self, value: Any) -> Any:
-        if isinstance(value, Object) and value.name in _TENSORS:
+        if isinstance(value, Object) and _TENSOR.fullmatch(value.name):
             if id(value) not in self._tensors:
                 self._tensors[id(value)] = self._tensor(value)
             return self._tensors[id(value)]
@@ -464,10 +439,11 @@ def _dtype(name: str) -> torch.dtype:
     return dtype_named(name.removeprefix("torch."))
 
 
-def _is_known(name: str) -> bool:
-    if name in _KNOWN or _STORAGE.fullmatch(name):
-        return True
-    return name.startswith("torch.") and isinstance(getattr(torch, name[6:], None), torch.dtype)
+def is_known(name: str) -> bool:
+    """Return whether a class, function or dtype is one that files of tensors name."""
+    return bool(_KNOWN.fullmatch(name)) or isinstance(
+        getattr(torch, name.removeprefix("torch."), None), torch.dtype
+    )
 
 
 # ---------------------------------------------------------------- writing

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from glob import escape, glob
 from typing import Any
 
-from xla_fsdp.checkpoint.errors import CheckpointError, listed, prefixed
+from xla_fsdp.checkpoint.errors import CheckpointError, listed, naming
 from xla_fsdp.checkpoint.files.checksum import digest, is_checksum, written
 from xla_fsdp.checkpoint.files.copying import Verifier, verified, verifying
 from xla_fsdp.checkpoint.files.json_values import unpack
@@ -250,10 +250,8 @@ def open_safetensors(file: ByteSource, name: str, like: Shard | None = None) -> 
     if isinstance(known, SafetensorsLayout) and (twin := known.twin(file, name)):
         return twin
     header = read_header(file, name)
-    try:
+    with naming(name):
         metadata = FileMetadata(shard_metadata_of(header))
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from error
     notes = {key: text for key, text in header.metadata.items() if key not in OWN_METADATA}
     checksums = _checksums(metadata)
     layout = SafetensorsLayout(file, header, metadata, notes)
@@ -328,10 +326,8 @@ class SafetensorsLayout(Layout):
             known.append(self._notes.get(VALUES_KEY, -1))
             if own != known or checksums != list(_checksums(self._metadata).values()):
                 self._fixed = b"-"
-        try:
+        with naming(name):
             data = header_bytes(file)
-        except CheckpointError as error:
-            raise prefixed(error, name) from error
         try:
             fixed, (*ranks, values), checksums = _divided(data)
         except (ValueError, RecursionError):  # damaged; reading all of it tells how
@@ -540,10 +536,8 @@ def values_of(shard: Shard) -> Any:
     names = [f"{VALUE_PREFIX}{index}" for index in range(count)]
     if absent := [name for name in names if name not in shard.others]:
         raise CheckpointError(f"{shard.source}: {absent[0]} is missing")
-    try:
+    with naming(shard.source):
         return unpack(packed, [shard.others[name].load() for name in names])
-    except CheckpointError as error:
-        raise prefixed(error, shard.source) from error
 
 
 def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:

@@ -32,9 +32,10 @@ from xla_fsdp.checkpoint.convert.reshard import (
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     MismatchError,
+    collecting,
     deleted_meanwhile,
     listed,
-    prefixed,
+    naming,
     raise_if,
     typed,
 )
@@ -52,7 +53,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     same_bytes,
 )
 from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles
-from xla_fsdp.checkpoint.format.consistency import find_marker_problems, find_misfits
+from xla_fsdp.checkpoint.format.consistency import check_marker, find_misfits
 from xla_fsdp.checkpoint.format.plan import make_plan
 from xla_fsdp.checkpoint.format.records import (
     SUFFIXES,
@@ -134,10 +135,8 @@ def _load(
     same_size = marker.world_size == target.metadata.world_size
     own = target.metadata.rank if same_size else 0
     shards, opened = _open(storage, attempt, marker, own)
-    try:
+    with naming(shards[own].source):
         plan = make_plan(shards[own].metadata, shards[own].state_dict)
-    except CheckpointError as error:
-        raise prefixed(error, shards[own].source) from error
     raise_if([f"{s.source}: {problem}" for s in opened for problem in find_misfits(plan, s, s)])
     source = SourceCheckpoint(selection.plan(plan), shards, own)
     found = plan_read(source, target, selection)
@@ -266,7 +265,7 @@ class RankFiles:
                 source = checked_source(self._storage, at, size, self._sizes.get(name))
                 shard = open_safetensors(source, self.source(rank), self._like)
                 self._like = self._like or shard
-                raise_if(find_marker_problems(shard, self._marker))
+                check_marker(shard, self._marker)
                 self._opened[rank] = verified_shard(shard, self._recent)
             return self._opened[rank]
 
@@ -359,14 +358,15 @@ def _open_torch_files(
     recent = RecentBlocks(PARTLY_READ)
     paths = [path_of(storage, attempt.file(name)) for name in names]
     shards = [verified_shard(open_file(path), recent) for path in paths]
-    raise_if([problem for shard in shards for problem in find_marker_problems(shard, marker)])
-    raise_if(
-        [
-            f"{shard.source}: has no 'values'; save_checkpoint did not write it"
-            for shard in shards
-            if VALUES_KEY not in shard.notes
-        ]
-    )
+    problems: list[str] = []
+    for shard in shards:
+        with collecting(problems):
+            check_marker(shard, marker)
+            if VALUES_KEY not in shard.notes:
+                raise CheckpointError(
+                    f"{shard.source}: has no 'values'; save_checkpoint did not write it"
+                )
+    raise_if(problems)
     return shards
 
 

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xla_fsdp.checkpoint.errors import CheckpointError, T, lines_of, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, collecting, lines_of, raise_if
 from xla_fsdp.checkpoint.files.checksum import checksum, digest
 from xla_fsdp.checkpoint.files.json_values import Packed
 from xla_fsdp.checkpoint.files.safetensors_file import plan_file, shard_file_metadata
@@ -326,10 +326,10 @@ class Save:
             CheckpointError: with the problems of all ranks; if ranks differ in what they save; if
                 another job owns the directory; or if a later step is complete.
         """
-        own, found = self._try(self._look)
-        gathered = [
-            _Place(*each) for each in self._ranks.all_gather_or_raise([*problems, *found], own)
-        ]
+        own, found = None, list(problems)
+        with collecting(found):
+            own = self._look()
+        gathered = [_Place(*each) for each in self._ranks.all_gather_or_raise(found, own)]
         raise_if(list(disagreements([place.agreed for place in gathered])))
         self._job = replace(self._job, token=gathered[0].job)
         self._refuse_other_jobs(gathered)
@@ -369,10 +369,12 @@ class Save:
         atexit.unregister(self._end_process_if_lost)
         try:
             files = self._collect()
-            self._ranks.all_gather_or_raise(self._try(lambda: self._mark(files))[1])
+            with self._ranks.failing_together():
+                self._mark(files)
+            self._ranks.all_gather_or_raise([])
         except CheckpointError:
             if self._leads:
-                self._try(lambda: remove(self._storage, self._attempt))
+                self._remove()
             raise
         self._start_tidying()
 
@@ -447,14 +449,17 @@ class Save:
 
     def _make_folder(self, places: Sequence[_Place]) -> None:
         """Own the directory, make the attempt's folder, and find out who sees the same one."""
-        made, problems = self._try(lambda: self._own(places[self._ranks.rank].owner))
+        made = False
         try:
-            self._ranks.all_gather_or_raise(problems)
-            leader, problems = self._try(self._leader)
-            leaders = self._ranks.all_gather_or_raise(problems, leader)
+            with self._ranks.failing_together():
+                made = self._own(places[self._ranks.rank].owner)
+            self._ranks.all_gather_or_raise([])
+            with self._ranks.failing_together():
+                leader = self._leader()
+            leaders = self._ranks.all_gather_or_raise([], leader)
         except CheckpointError:
             if made:
-                self._try(lambda: remove(self._storage, self._attempt))
+                self._remove()
             raise
         self._find_files(places, leaders)
 
@@ -613,12 +618,9 @@ class Save:
         except Exception as error:  # the step is saved: this must not end the job, but be told
             self._not_deleted = lines_of(error)
 
-    def _try(self, phase: Callable[[], T]) -> tuple[T | None, list[str]]:
-        """Return the result of ``phase``, or the problems of its ``CheckpointError``."""
-        try:
-            return phase(), []
-        except CheckpointError as error:
-            return None, error.problems
+    def _remove(self) -> None:
+        with suppress(CheckpointError):  # another error is on its way
+            remove(self._storage, self._attempt)
 
     # ------------------------------------------------------------ the end of the process
 

@@ -29,7 +29,7 @@ from functools import partial
 from math import isfinite, isnan
 from typing import NamedTuple
 
-from xla_fsdp.checkpoint.errors import CheckpointError, whole_number
+from xla_fsdp.checkpoint.errors import CheckpointError, collecting, whole_number
 from xla_fsdp.checkpoint.files.storage import Storage, open_storage
 from xla_fsdp.checkpoint.format.records import JobRecord, Marker
 
@@ -273,10 +273,8 @@ def tidy(
         storage.sweep(folder)
     for attempt in listed:
         if attempt not in kept and (attempt < newest or attempt in remains):
-            try:
+            with collecting(problems):
                 if not is_owner(storage, job):
                     return problems
                 remove(storage, attempt)
-            except CheckpointError as error:
-                problems += error.problems
     return problems

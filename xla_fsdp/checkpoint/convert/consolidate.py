@@ -61,15 +61,18 @@ from xla_fsdp.checkpoint.format.shard_files import (
     SAFETENSORS,
     Shard,
     find_files,
-    has_marker,
     nothing_found,
     open_remote_torch,
     open_safetensors,
     open_torch,
-    read_marker_file,
     verifying_shards,
 )
-from xla_fsdp.checkpoint.steps.step_directory import is_step_file, is_step_folder
+from xla_fsdp.checkpoint.steps.step_directory import (
+    MARKER,
+    find_marker,
+    is_step_file,
+    is_step_folder,
+)
 
 OUTPUT_MARK = "_consolidated"
 
@@ -275,7 +278,7 @@ def _open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[s
             continue
         with collecting(problems):
             if folder not in markers:
-                markers[folder] = read_marker_file(folder) if has_marker(folder) else None
+                markers[folder] = find_marker(folder)
             marker = markers[folder]
             if marker and name in marker.files:
                 check_marker(shard, marker)
@@ -285,7 +288,8 @@ def _open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[s
 
 def _is_gone(path: str) -> bool:
     """Whether a local file that was found is not there any more, nor a marker that lists it."""
-    return not (is_url(path) or os.path.lexists(path) or has_marker(split_path(path)[0]))
+    left = (path, os.path.join(os.path.dirname(path), MARKER))
+    return not (is_url(path) or any(map(os.path.lexists, left)))
 
 
 def open_shard(path: str, storage: Storage | None = None, like: Shard | None = None) -> Shard:
@@ -380,13 +384,6 @@ def load_model(full: FullCheckpoint) -> OrderedDict[str, Any]:
     return OrderedDict(convert_tensors(full.model, TensorSource.load))
 
 
-def _run_of(source: str) -> str | None:
-    """Return the directory of the run that a file of a step is in; None of any other file."""
-    folder, _ = split_path(source)
-    above, name = split_path(folder)
-    return above if is_step_folder(name) and has_marker(folder) else None
-
-
 def _find_path_problems(
     output: str, shards: Sequence[Shard], kind: Kind, *, overwrite: bool
 ) -> list[str]:
@@ -398,8 +395,9 @@ def _find_path_problems(
         return [f"{output}: holds the shard files, and would be replaced; choose another save_path"]
     if is_step_file(split_path(output)[1]):
         return [f"{output}: has the name of a file of a run or a step; choose another save_path"]
-    for run in {_run_of(path) for path in sources} - {None}:
-        if f"{os.path.realpath(output)}/".startswith(f"{os.path.realpath(str(run))}/"):
+    folders = {split_path(split_path(path)[0]) for path in sources}
+    for run in {above for above, name in folders if is_step_folder(name)}:
+        if f"{os.path.realpath(output)}/".startswith(f"{os.path.realpath(run)}/"):
             return [
                 f"{output}: is in the directory of the run, {run}, which holds only "
                 f"what save_checkpoint writes; choose a save_path beside it, such as "

@@ -32,7 +32,7 @@ from xla_fsdp.checkpoint.files.outputs import (
     SafetensorsOutput,
 )
 from xla_fsdp.checkpoint.files.safetensors_file import shard_file_metadata
-from xla_fsdp.checkpoint.files.storage import is_url, split_path
+from xla_fsdp.checkpoint.files.storage import split_path
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource, full_path
 from xla_fsdp.checkpoint.format.full_tensors import MergePlan
 from xla_fsdp.checkpoint.format.plan import make_plan
@@ -50,11 +50,9 @@ from xla_fsdp.checkpoint.format.records import (
 )
 from xla_fsdp.checkpoint.format.shard_files import (
     Shard,
-    has_marker,
-    read_marker_file,
     verifying_shards,
 )
-from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, job_token
+from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, find_marker, job_token
 from xla_fsdp.distributed.shard_layout import LANES, rows_layout, shard_multiple
 
 
@@ -125,11 +123,8 @@ class MarkerOutput(BytesOutput):
 
 def step_of(shard: Shard) -> int:
     """Return the step of a shard file; 0 if it is not in a step's directory."""
-    source = shard.source if is_url(shard.source) else os.path.abspath(shard.source)
-    folder, _ = split_path(source)
-    if not has_marker(folder):
-        return 0
-    return read_marker_file(folder).step
+    marker = find_marker(split_path(full_path(shard.source))[0])
+    return 0 if marker is None else marker.step
 
 
 def _rank_output(

@@ -211,31 +211,19 @@ class RemoteStorage:
         if self._has_objects:
             self._ask(name, "could not be written", lambda: self._fs.pipe_file(path, data))
             return
-        temporary = f"{folder}/.{base}.{secrets.token_hex(4)}.tmp"
-
-        def move() -> None:  # atomic in most file systems
-            self._fs.pipe_file(temporary, data)
-            self._fs.mv(temporary, path)
-
-        with failing(self._url(name), errors=Exception):
-            self._make_folder(path)
-            try:
-                self._patience.repeat(move)
-            except BaseException:
-                with suppress(Exception):  # it may not be there; the first error is the one to tell
-                    self._fs.rm_file(temporary)
-                raise
+        hidden = f".{base}.{secrets.token_hex(4)}.tmp"
+        self.write(os.path.join(os.path.dirname(name), hidden), [data])
+        # Atomic in most file systems.
+        self._ask(name, "could not be written", lambda: self._fs.mv(f"{folder}/{hidden}", path))
 
     def create(self, name: str, data: bytes) -> bool:
         path = self._path(name)
         self._make_folder(path)
-        try:
-            with failing(self._url(name), errors=Exception):
-                self._patience.repeat(lambda: self._create(path, data))
-        except _ExistsError:
-            # It is this caller's if the answer to its own request was lost.
-            return self.find(name) == data
-        return True
+        with failing(self._url(name), errors=Exception), suppress(FileExistsError):
+            self._patience.repeat(lambda: self._fs.pipe_file(path, data, mode="create"))
+            return True
+        # It is this caller's if the answer to its own request was lost.
+        return self.find(name) == data
 
     def delete(self, name: str) -> None:
         path = self._path(name)
@@ -328,12 +316,6 @@ class RemoteStorage:
 
         return self._ask(name, "cannot be read", ask)
 
-    def _create(self, path: str, data: bytes) -> None:
-        try:
-            self._fs.pipe_file(path, data, mode="create")
-        except FileExistsError as error:
-            raise _ExistsError([]) from error
-
     def _make_folder(self, path: str) -> None:
         if not self._has_objects:
             with failing(path, errors=Exception):
@@ -424,10 +406,6 @@ class RemoteStorage:
 
     def _url(self, name: str) -> str:
         return os.path.join(self.where, name) if name else self.where
-
-
-class _ExistsError(CheckpointError):
-    """There is a file of this name already."""
 
 
 def _parts(chunks: Iterable[Buffer]) -> Iterator[bytes]:

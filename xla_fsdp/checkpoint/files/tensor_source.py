@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from xla_fsdp.checkpoint.errors import CheckpointError, T, deleted_meanwhile
 from xla_fsdp.checkpoint.format.records import MemberRecord
@@ -186,20 +187,12 @@ def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:
     """
     converted: dict[int, Any] = {}  # by id, so that tied names stay tied
 
-    def walk(value: Any) -> Any:
-        if isinstance(value, Tensor | TensorSource):
-            if id(value) not in converted:
-                converted[id(value)] = convert(value)
-            return converted[id(value)]
-        if type(value) in (list, tuple):
-            return type(value)(map(walk, value))
-        if not isinstance(value, Mapping):
-            return value
-        made: Any = type(value)()
-        made.update((key, walk(each)) for key, each in value.items())
-        return made
+    def once(value: Any) -> Any:
+        if id(value) not in converted:
+            converted[id(value)] = convert(value)
+        return converted[id(value)]
 
-    return walk(content)
+    return tree_map_only((Tensor, TensorSource), once, content)
 
 
 class LazyMapping(Mapping[str, Any]):

@@ -44,14 +44,18 @@ from xla_fsdp.checkpoint.format.records import (
     VALUE_PREFIX,
     VALUES_KEY,
     FileMetadata,
-    Marker,
     StateEntry,
     StateRecord,
     digest_of_torch_file,
     model_name,
     state_name,
 )
-from xla_fsdp.checkpoint.steps.step_directory import MARKER, check_step, complete_attempts
+from xla_fsdp.checkpoint.steps.step_directory import (
+    MARKER,
+    complete_attempts,
+    find_marker,
+    read_marker,
+)
 
 DEFAULT_SUFFIX = "*.pth"
 SAFETENSORS = ".safetensors"
@@ -166,10 +170,9 @@ def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> 
         return f"a directory of torch.distributed.checkpoint in {ckpt_prefix}"
     folder, _ = split_path(paths[0])
     kinds = dict.fromkeys(os.path.splitext(path)[1] for path in paths)
-    found = f"{count} ({' and '.join(kinds)}) in {folder}"
-    if not has_marker(folder):
-        return found
-    return f"{found}, step {read_marker_file(folder).step}"
+    marker = find_marker(folder)
+    step = "" if marker is None else f", step {marker.step}"
+    return f"{count} ({' and '.join(kinds)}) in {folder}{step}"
 
 
 def nothing_found(ckpt_prefix: str, ckpt_suffix: str) -> str:
@@ -206,24 +209,8 @@ def _local(path: str) -> str:
     return os.path.expanduser(path.removeprefix(LOCAL))
 
 
-def has_marker(folder: str) -> bool:
-    """Return whether a folder is a step's directory, and complete."""
-    if is_url(folder):
-        return open_storage(folder).find(MARKER) is not None
-    return os.path.exists(os.path.join(folder, MARKER))
-
-
-def read_marker_file(folder: str) -> Marker:
-    """Read the marker in a step's directory; raise ``CheckpointError`` if it is malformed."""
-    name = os.path.join(folder, MARKER)
-    marker = Marker.from_bytes(open_storage(folder).read(MARKER), name)
-    own = folder if is_url(folder) else os.path.abspath(folder)
-    check_step(marker, os.path.basename(own), name)
-    return marker
-
-
 def _files_of_step(folder: str) -> list[str]:
-    files = read_marker_file(folder).files
+    files = read_marker(open_storage(folder)).files
     if strange := [name for name in files if os.path.basename(name) != name or name in ("", "..")]:
         raise CheckpointError(
             f"{os.path.join(folder, MARKER)}: {strange[0]!r} is not the name of a file in its "

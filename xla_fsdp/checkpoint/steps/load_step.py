@@ -131,7 +131,7 @@ def _is_there(storage: Storage, attempt: Attempt) -> bool:
 def _load(
     storage: Storage, attempt: Attempt, target: LoadTarget, selection: Selection
 ) -> LoadedStep:
-    marker = read_marker(storage, attempt)
+    marker = read_marker(storage, attempt.folder)
     same_size = marker.world_size == target.metadata.world_size
     own = target.metadata.rank if same_size else 0
     shards, opened = _open(storage, attempt, marker, own)

@@ -30,7 +30,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -555,7 +555,8 @@ class Save:
     def _collect(self) -> dict[str, FileRecord]:
         """Return every file, after checking that all are written and replicas equal."""
         failure = [] if self._error is None else lines_of(self._error)
-        own = self._written and (self._file.shard, self._writes, *self._written)
+        file, shards = self._written or (None, None)
+        own = (self._file.shard, self._writes, file and astuple(file), shards)
         files: dict[str, FileRecord] = {}
         first: dict[int, tuple[int, str]] = {}
         problems = []

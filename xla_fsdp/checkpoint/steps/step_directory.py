@@ -172,16 +172,29 @@ def newest_complete(storage: Storage) -> Iterator[Attempt]:
             yield attempt
 
 
-def read_marker(storage: Storage, attempt: Attempt) -> Marker:
+def read_marker(storage: Storage, folder: str = "") -> Marker:
     """Read the marker of a complete attempt.
+
+    Args:
+        storage: of the run.
+        folder: of the attempt; "" if it is the storage's own.
 
     Raises:
         CheckpointError: if it cannot be read, is malformed or belongs to another step.
     """
-    name = f"{storage.where}/{attempt.file(MARKER)}"
-    marker = Marker.from_bytes(storage.read(attempt.file(MARKER)), name)
-    check_step(marker, attempt.folder, name)
+    at = os.path.join(storage.where, folder)
+    name = os.path.join(at, MARKER)
+    marker = Marker.from_bytes(storage.read(os.path.join(folder, MARKER)), name)
+    match = _FOLDER.fullmatch(os.path.basename(os.path.normpath(at)))
+    if match and int(match[1]) != marker.step:
+        raise CheckpointError(f"{name}: is of step {marker.step}, in the folder of another one")
     return marker
+
+
+def find_marker(directory: str) -> Marker | None:
+    """Read the marker in a directory; None if there is none."""
+    storage = open_storage(directory)
+    return read_marker(storage) if MARKER in storage.names() else None
 
 
 def write_metrics(storage: Storage, attempt: Attempt, metrics: Mapping[str, float]) -> None:
@@ -203,13 +216,6 @@ def read_metrics(storage: Storage, attempt: Attempt) -> dict[str, float]:
         with suppress(TypeError, ValueError, OverflowError):
             metrics[name] = float(value)
     return metrics
-
-
-def check_step(marker: Marker, folder: str, name: str) -> None:
-    """Raise ``CheckpointError`` if the name of a marker's folder is that of another step."""
-    match = _FOLDER.fullmatch(folder)
-    if match and int(match[1]) != marker.step:
-        raise CheckpointError(f"{name}: is of step {marker.step}, in the folder of another one")
 
 
 def read_job(storage: Storage, folder: str = "") -> JobRecord | None:

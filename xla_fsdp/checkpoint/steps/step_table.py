@@ -70,7 +70,7 @@ def _row(
     if MARKER not in sizes:
         return (*start, "incomplete", "", str(len(sizes)), f"{sum(sizes.values()):,}", "", ""), []
     try:
-        marker = read_marker(storage, attempt)
+        marker = read_marker(storage, attempt.folder)
     except CheckpointError as error:
         return (*start, "damaged", "", "", "", "", ""), error.problems
     nbytes = sum(sizes.get(name, 0) for name in marker.files)

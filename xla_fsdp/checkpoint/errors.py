@@ -228,10 +228,6 @@ def failing(
     except CheckpointError:
         raise
     except errors as error:
-        raise failure(path, what, error) from error
-
-
-def failure(path: str | Path, what: str, error: Exception) -> CheckpointError:
-    """Return the error of one line for an exception."""
-    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-    return CheckpointError(f"{path}: {what}: {reason or type(error).__name__}")
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        text = f"{path}: {what}: {reason or type(error).__name__}"
+        raise CheckpointError(text) from error

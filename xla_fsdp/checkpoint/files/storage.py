@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 from weakref import finalize
 
-from xla_fsdp.checkpoint.errors import CheckpointError, failing, failure
+from xla_fsdp.checkpoint.errors import CheckpointError, failing
 from xla_fsdp.checkpoint.files.remote_storage import RemoteStorage
 from xla_fsdp.checkpoint.files.tensor_source import (
     LOCAL,
@@ -154,22 +154,18 @@ class LocalStorage:
         Of several callers one succeeds; on a remote file system, if that has such a request.
         """
         path = self._root / name
-        try:
+        with failing(path), suppress(FileExistsError):
             make_folder(path.parent)
-            file = open(path, "xb", buffering=0)  # noqa: SIM115
-        except FileExistsError:
-            return False
-        except OSError as error:
-            raise failure(path, "could not be written", error) from error
-        try:
-            with failing(path), file:
-                _write(file, data)
-        except CheckpointError:
-            _remove(str(path))
-            with suppress(OSError):  # other ranks may have put files there
-                path.parent.rmdir()
-            raise
-        return True
+            with open(path, "xb", buffering=0) as file:
+                try:
+                    _write(file, data)
+                except OSError:
+                    _remove(str(path))
+                    with suppress(OSError):  # other ranks may have put files there
+                        path.parent.rmdir()
+                    raise
+            return True
+        return False
 
     def delete(self, name: str) -> None:
         """Delete a file, durably, if it exists; nothing if its folder is a link, or mounted."""

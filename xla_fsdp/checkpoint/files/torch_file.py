@@ -221,55 +221,42 @@ class Archive:
 
     Args:
         path: of a file that ``read_torch_file`` has read.
+        rank: pattern that is once in its pickle; the group is the byte with the rank.
 
     Raises:
-        Exception: of any kind, if it is no archive any more.
+        Exception: of any kind, if it is no such archive.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, rank: re.Pattern[bytes]) -> None:
         with zipfile.ZipFile(path) as archive:
-            infos, self._directory = archive.infolist(), archive.start_dir
+            infos, directory = archive.infolist(), archive.start_dir
             file: Any = archive.fp
             self.starts = [_data_start(file, info) for info in infos]
-            fields = np.array(_crc_fields(archive))
+            fields = np.array(_crc_fields(archive))[:, None]
         self._file = np.fromfile(path, np.uint8)
-        self._crcs = fields[:, None] + np.arange(4)  # the places of their bytes
-        self._pickle = next(
-            index for index, info in enumerate(infos) if info.filename.endswith("/data.pkl")
-        )
-        self._pickle_bytes = infos[self._pickle].file_size
-        self.pickle = self._pickle_of(self._file)
-        self._rest = self._without_crcs(self._file)
+        [self._index] = [i for i, info in enumerate(infos) if info.filename.endswith("/data.pkl")]
+        start = self.starts[self._index]
+        self._pickle = slice(start, start + infos[self._index].file_size)
+        [match] = rank.finditer(self._file[self._pickle].tobytes())
+        self._rank_at = start + match.start(1)
+        self._crcs = fields + np.arange(4)  # the places of their bytes
+        # An equal directory has the records at the same offsets. Torch takes the name of the folder
+        # that all records are in, 30 bytes after the CRC-32, from that of the file.
+        folder = fields + 30 + np.arange(len(infos[0].filename.partition("/")[0]))
+        self._fixed = np.zeros(len(self._file), bool)
+        self._fixed[directory:] = self._fixed[self._pickle] = True
+        self._fixed[self._crcs] = self._fixed[folder] = self._fixed[self._rank_at] = False
 
-    def twin(self, path: str) -> tuple[np.ndarray, bytes] | None:
-        """Return the CRC-32s of the records of another archive, and its pickle; None if anything
-        is not where it is in this archive."""
+    def twin(self, path: str) -> tuple[int, np.ndarray] | None:
+        """Return the rank in another archive, and the CRC-32s of its records in the order of
+        ``starts``; None if anything else than these and the tensors is not as in this one."""
         if os.path.getsize(path) != len(self._file):
             return None
         file = np.fromfile(path, np.uint8)
-        crcs, found = self.crcs(file), self._pickle_of(file)
-        # An equal directory has the records at the same offsets, one after the other.
-        same = self._without_crcs(file) == self._rest
-        sound = same and crcs[self._pickle] in (0, zlib.crc32(found))
-        return (crcs, found) if sound else None
-
-    def crcs(self, file: np.ndarray | None = None) -> np.ndarray:
-        """Return the CRC-32 of each record, in the order of ``starts``."""
-        fields = (self._file if file is None else file)[self._crcs]
-        return np.ascontiguousarray(fields).view("<u4")[:, 0]
-
-    def _pickle_of(self, file: np.ndarray) -> bytes:
-        start = self.starts[self._pickle]
-        return file[start : start + self._pickle_bytes].tobytes()
-
-    def _without_crcs(self, file: np.ndarray) -> bytes:
-        """Return the central directory, also without the name of the folder that all records are
-        in: torch takes that of the file."""
-        directory = file[self._directory :].copy()
-        directory[self._crcs - self._directory] = 0
-        text = directory.tobytes()
-        folder = text[46:].partition(b"/")[0]
-        return text.replace(folder + b"/", b"/")
+        crcs = np.ascontiguousarray(file[self._crcs]).view("<u4")[:, 0]
+        same = not (file != self._file)[self._fixed].any()
+        sound = same and crcs[self._index] in (0, zlib.crc32(file[self._pickle].data))
+        return (int(file[self._rank_at]), crcs) if sound else None
 
 
 # ---------------------------------------------------------------- content

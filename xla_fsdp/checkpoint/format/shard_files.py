@@ -9,8 +9,10 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from glob import escape, glob
 from typing import Any
 
@@ -401,9 +403,7 @@ class TorchLayout(Layout):
     def __init__(self, first: Shard, entries: Mapping[str, Entry]) -> None:
         super().__init__(entries)
         self._first = first
-        self._archive: Archive | None = None
-        self._rest: list[bytes] = []
-        self._records: dict[str, int] = {}  # whose CRC-32s are the checksums of tensors
+        self._metadata = FileMetadata(first.metadata)
 
     @classmethod
     def of(cls, shard: Shard) -> TorchLayout | None:
@@ -426,36 +426,31 @@ class TorchLayout(Layout):
     def twin(self, path: str) -> Shard | None:
         """Return the shard in a file that differs only in the rank and the tensors; None if it
         differs in more, or cannot be read."""
-        try:
-            self._prepare()
-            assert self._archive is not None  # which ``_prepare`` has opened
-            found = self._archive.twin(path)
-        except Exception:  # as for ``read_torch``, which then tells what is wrong
-            return None
+        found = None
+        with suppress(OSError):  # which reading all of it tells
+            found = None if self._archive is None else self._archive.twin(path)
         if found is None:
             return None
-        crcs, data = found
-        rest = self._RANK.split(data)
-        if rest[::2] != self._rest or len(rest) != 3:
-            return None
+        rank, crcs = found
         sums = {name: written(int(crcs[record])) for name, record in self._records.items()}
-        metadata = FileMetadata({"rank": rest[1][0]}, self._metadata)
+        metadata = FileMetadata({"rank": rank}, self._metadata)
         return self.shard(LocalFile(path), path, metadata, sums, {}, None)
 
-    def _prepare(self) -> None:
-        if self._archive is not None:
-            return
-        self._archive = archive = Archive(self._first.source)
-        self._metadata = FileMetadata(self._first.metadata)
-        rest = self._RANK.split(archive.pickle)
-        if len(rest) == 3 and rest[1] == bytes([self._metadata["rank"]]):
-            self._rest = rest[::2]
-        known = {start: index for index, start in enumerate(archive.starts)}
-        self._records = {
-            name: known[entry.start]
-            for (name, tensor), entry in zip(
-                self._first.tensors(), self.entries.values(), strict=True
-            )
+    @cached_property
+    def _archive(self) -> Archive | None:
+        try:
+            return Archive(self._first.source, self._RANK)
+        except Exception:  # as for ``read_torch``; each file is read by itself then
+            return None
+
+    @cached_property
+    def _records(self) -> dict[str, int]:
+        """The records whose CRC-32s are the checksums of tensors, by the names of these."""
+        assert self._archive is not None  # as there is a twin
+        known = {start: index for index, start in enumerate(self._archive.starts)}
+        return {
+            name: known[self.entries[name].start]
+            for name, tensor in self._first.tensors()
             if tensor.checksum is not None
         }
 

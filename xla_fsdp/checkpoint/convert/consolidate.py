@@ -346,11 +346,7 @@ def merge_shards(
 
 
 def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> FilesJob:
-    """Return the job that writes the merged shards.
-
-    Raises:
-        CheckpointError: if names, dtypes or the kind of file do not fit the model.
-    """
+    """Return the job that writes the merged shards."""
     save_path = full_path(save_path)
     full, verifiers = merge_shards(shards, optimizer=options.optimizer, rules=options.rules)
     if options.only:

@@ -239,9 +239,6 @@ def import_dcp(directory: str) -> Shard:
     Args:
         directory: saved from ``{"model": ..., "optim": ...}`` with FSDP2's ``get_state_dict``, or
             from a model's state dict alone.
-
-    Raises:
-        CheckpointError: with every problem found.
     """
     with naming(directory):
         reader = of_optimizer = _Reader(directory)

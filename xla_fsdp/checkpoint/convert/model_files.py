@@ -84,11 +84,7 @@ class Layout:
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes in a text such as ``"5GB"``, ``"200 MiB"`` or ``"1000"``.
-
-    Raises:
-        CheckpointError: if the text has another form or means less than one byte.
-    """
+    """Return the number of bytes in a text such as ``"5GB"``, ``"200 MiB"`` or ``"1000"``."""
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or (size := int(float(match[1]) * unit)) < 1:
@@ -108,11 +104,7 @@ def kind_of(path: str) -> Kind:
 
 
 def model_outputs(full: FullCheckpoint, path: str, kind: Kind, layout: Layout) -> list[Output]:
-    """Return the files for ``full`` at ``path``, in the order in which to give them their names.
-
-    Raises:
-        CheckpointError: if the kind of file cannot hold all values.
-    """
+    """Return the files for ``full`` at ``path``, in the order in which to give them their names."""
     if kind is Kind.TORCH:
         return [TorchOutput(path, _torch_content(full))]
     raise_if(
@@ -273,11 +265,7 @@ class Rule:
 
 
 def parse_rule(text: str) -> Rule:
-    """Return the rule that is written as ``"OLD=NEW"``; NEW may be empty.
-
-    Raises:
-        CheckpointError: if the text has another form.
-    """
+    """Return the rule that is written as ``"OLD=NEW"``; NEW may be empty."""
     old, equals, new = text.partition("=")
     if not equals or not old:
         raise CheckpointError(f"--key_map {text!r} must be OLD=NEW, such as module.= or a.=b.")
@@ -302,11 +290,7 @@ def renamed(plan: MergePlan, rules: Sequence[Rule]) -> MergePlan:
 
 
 def new_names(old_names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
-    """Return the new name for each old one; the first rule whose prefix a name has applies.
-
-    Raises:
-        CheckpointError: if two names become one, one becomes empty, or a rule fits no name.
-    """
+    """Return the new name for each old one; the first rule whose prefix a name has applies."""
     names = {name: _new_name(name, rules) for name in old_names}
     problems = [
         f"key_map: {rule.old}={rule.new} fits no name of the model"
@@ -326,9 +310,6 @@ def restricted(full: FullCheckpoint, prefixes: Sequence[str]) -> FullCheckpoint:
     """Return the checkpoint with only those names that have one of the prefixes.
 
     Of tied names, the first that is left is the canonical one.
-
-    Raises:
-        CheckpointError: if a prefix fits no name.
     """
     check_prefixes(prefixes, full.model)
     left = [name for name in full.model if name.startswith(tuple(prefixes))]

@@ -40,10 +40,6 @@ def open_model(path: str | os.PathLike[str]) -> dict[str, TensorSource]:
         path: of a ``.safetensors`` file; of a file of ``torch.save`` of a state dict, or of
             ``{"model": state_dict}``; of an index (``*.index.json``) of several such files; or of a
             directory with one of these, beside which there may be files of an optimizer.
-
-    Raises:
-        CheckpointError: if there is no such file, it cannot be read, or it holds no state dict; on
-            reading a tensor, if it is damaged.
     """
     where = full_path(path)
     if os.path.isdir(where):

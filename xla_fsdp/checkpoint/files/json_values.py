@@ -40,9 +40,6 @@ def pack(value: Any, name: str) -> Packed:
         value: None, bool, int, float, str, tensor, numpy array or number, or a list, tuple, set,
             frozenset, dict or Counter of these types.
         name: of the value, for messages.
-
-    Raises:
-        CheckpointError: with one line for every part of ``value`` that has another type.
     """
     packer = _Packer()
     json = packer.pack(value, name, 0)
@@ -51,11 +48,7 @@ def pack(value: Any, name: str) -> Packed:
 
 
 def unpack(json: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the value that was packed.
-
-    Raises:
-        CheckpointError: if ``pack`` cannot have made ``json`` and ``tensors``.
-    """
+    """Return the value that was packed."""
     try:
         return _unpacked(json, tensors)
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:

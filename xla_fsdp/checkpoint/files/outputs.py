@@ -186,10 +186,6 @@ def write_outputs(
         outputs: files to write; missing directories are created.
         options: how to write them.
         verifiers: of the tensors that the outputs read.
-
-    Raises:
-        CheckpointError: if a file cannot be read or written, is damaged, or exists already. No
-            file has its final name then.
     """
     with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
         for folder in {os.path.dirname(output.path) for output in outputs}:
@@ -377,11 +373,7 @@ class FilesJob:
             yield f"would remove {path}"
 
     def run(self, options: WriteOptions) -> None:
-        """Check and write.
-
-        Raises:
-            CheckpointError: with every problem found; no file has its final name then.
-        """
+        """Check and write."""
         raise_if(self.find_problems(overwrite=options.overwrite))
         self.write(options)
 

@@ -109,9 +109,6 @@ def convert_plain(value: Any, length: int, convert: Callable[[Any], Any]) -> Any
         value: from ``read_pickle``, whose containers may contain each other any number of times.
         length: of the pickle, in bytes.
         convert: called with everything that is neither plain nor a container.
-
-    Raises:
-        CheckpointError: if the copy would be too deep, or too large for such a pickle.
     """
     room, keys = EXPANSION * (length + MAX_INT_BYTES), Keys()
 

@@ -109,11 +109,7 @@ class Header:
 
 
 def plan_file(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> Header:
-    """Return the header of a file that holds these tensors.
-
-    Raises:
-        CheckpointError: if safetensors has no such dtype or name, or the header gets too long.
-    """
+    """Return the header of a file that holds these tensors."""
     problems = [
         f"{name} is {dtype_name(spec.dtype)}, which safetensors does not have; "
         f"write a .pth file instead"
@@ -146,9 +142,6 @@ def read_header(source: ByteSource, name: str) -> Header:
     Args:
         source: the file's bytes; only the header's are read.
         name: of the file, for messages.
-
-    Raises:
-        CheckpointError: with one line that names the file, if it is malformed or truncated.
     """
     with naming(name):
         data = header_bytes(source)
@@ -170,11 +163,7 @@ def tensor_of(source: ByteSource, entry: Entry, checksum: str | None = None) -> 
 
 
 def shard_metadata_of(header: Header) -> dict[str, Any]:
-    """Return the dict for ``ShardMetadata.from_dict`` from a shard file's header.
-
-    Raises:
-        CheckpointError: if this is not a shard file.
-    """
+    """Return the dict for ``ShardMetadata.from_dict`` from a shard file's header."""
     text = header.metadata.get(METADATA_KEY)
     if text is None:
         raise CheckpointError(
@@ -216,11 +205,7 @@ def _encoded(metadata: dict[str, str], specs: Mapping[str, TensorSpec]) -> bytes
 
 
 def header_bytes(source: ByteSource) -> bytes:
-    """Return the header of a file, with the length before it.
-
-    Raises:
-        CheckpointError: if it is truncated, or longer than ``MAX_HEADER``.
-    """
+    """Return the header of a file, with the length before it."""
     if source.nbytes < 8:
         raise CheckpointError("truncated, or not a safetensors file: it is shorter than 8 bytes")
     head = read_bytes(source, 0, 8)

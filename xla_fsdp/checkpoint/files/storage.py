@@ -414,11 +414,7 @@ def find_special(path: str) -> list[str]:
 
 
 def upload(path: str, url: str, *, verify: bool) -> None:
-    """Write a local file, or all files of a directory, to a URL.
-
-    Raises:
-        CheckpointError: if that fails, or what is there afterwards is not what was written.
-    """
+    """Write a local file, or all files of a directory, to a URL."""
     if os.path.isdir(path):
         # The description of a directory of torch.distributed.checkpoint, .metadata, is the last.
         for name in sorted(os.listdir(path), key=lambda name: (name.startswith("."), name)):

@@ -40,12 +40,7 @@ LOCAL = "file://"
 def full_path(path: str | os.PathLike[str], name: str = "the path") -> str:
     """Return a local path from the root, with ``~`` replaced, so that it stays the same when the
     working directory changes; of a URL with ``file://`` the path, any other one with at most one
-    slash at its end. ``name`` is what an error calls it.
-
-    Raises:
-        CheckpointError: if the path is empty, as where a variable of a shell is not set, has a zero
-            byte, or is a URL that has lost a slash.
-    """
+    slash at its end. ``name`` is what an error calls it."""
     text = os.fspath(path).removeprefix(LOCAL)
     if not text:
         raise CheckpointError(f"{name} is empty; expected one ('.' is the working directory)")
@@ -237,11 +232,7 @@ class LazySequence(Sequence[Any]):
 
 
 class LocalFile:
-    """A local file; it is opened for every read, so that the files of all ranks can be in use.
-
-    Raises:
-        CheckpointError: if it is no regular file, cannot be opened, or is too short for a read.
-    """
+    """A local file; it is opened for every read, so that the files of all ranks can be in use."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -274,11 +265,7 @@ class LocalFile:
 
 
 def read_small_file(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
-    """Return the content of a file that describes others.
-
-    Raises:
-        CheckpointError: if it is no regular file, cannot be read, or has more than ``limit`` bytes.
-    """
+    """Return the content of a file that describes others."""
     file = LocalFile(os.fspath(path))
     check_size(file.path, file.nbytes, limit)
     return read_bytes(file, 0, file.nbytes)

@@ -98,10 +98,6 @@ def read_torch_file(path: str) -> Any:
     """Read the content of a file, with a ``TensorSource`` in place of every tensor.
 
     Every container is in one place only, and its depth is bounded; sets are copied as they are.
-
-    Raises:
-        CheckpointError: with one line that names the file: it cannot be read, is no torch file, or
-            would run code.
     """
     source = LocalFile(path)
     with failing(path, "cannot be read", OSError), naming(path), open(path, "rb") as file:
@@ -166,12 +162,7 @@ def _from_archive(file: BinaryIO, source: LocalFile | Bytes) -> Any:
 
 
 def read_records(archive: zipfile.ZipFile, file_size: int) -> dict[str, Record]:
-    """Return the records of an archive by name.
-
-    Raises:
-        CheckpointError: if ``torch.save`` cannot have written them: they are compressed, overlap,
-            or are not in the file.
-    """
+    """Return the records of an archive by name."""
     infos = archive.infolist()
     if any(i.compress_type != zipfile.ZIP_STORED or i.flag_bits & 1 for i in infos):
         raise CheckpointError("refused: its records are compressed, as torch.save never does")

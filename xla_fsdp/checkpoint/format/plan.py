@@ -52,11 +52,7 @@ class Identity(NamedTuple):
 
 
 def identify(metadata: Any) -> Identity:
-    """Return the identity of a shard; step and job are None if its metadata does not have them.
-
-    Raises:
-        CheckpointError: if the metadata has neither format or is malformed.
-    """
+    """Return the identity of a shard; step and job are None if its metadata does not have them."""
     if _is_torch_xla(typed(metadata, dict, "shard_metadata")):
         return Identity("torch_xla", *_torch_xla_identity(metadata))
     if metadata.get("format") == FORMAT:
@@ -93,9 +89,6 @@ def make_plan(
         metadata: result of ``model.get_shard_metadata()``, in either format.
         state_dict: of the same rank; torch_xla's metadata has no lengths and dtypes of shards.
         optimizer: whether to merge optimizer state too.
-
-    Raises:
-        CheckpointError: with every problem found, such as missing keys or colliding names.
     """
     identify(metadata)
     plan = (

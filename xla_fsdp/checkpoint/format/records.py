@@ -479,11 +479,7 @@ class _SmallFile(Record):
 
     @classmethod
     def from_bytes(cls: type[S], data: bytes, name: str) -> S:
-        """Read the result of ``to_bytes``; ``name`` is the file's, for messages.
-
-        Raises:
-            CheckpointError: if it is malformed, or of another version.
-        """
+        """Read the result of ``to_bytes``; ``name`` is the file's, for messages."""
         try:
             content = typed(json.loads(data), dict, "content")
             found, version = content.get("format"), content.get("version")

@@ -131,9 +131,6 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
             step, of torch.distributed.checkpoint (returned as one path), or with any shard files.
         ckpt_suffix: pattern for the rest of their paths. A directory as ``ckpt_prefix`` is searched
             for ``.pth`` and ``.safetensors`` files if this is ``DEFAULT_SUFFIX``.
-
-    Raises:
-        CheckpointError: if a step is not complete, or no prefix and no pattern is given.
     """
     if ckpt_suffix == DEFAULT_SUFFIX:
         full_path(ckpt_prefix, "ckpt_prefix")  # raises if that is empty
@@ -231,9 +228,6 @@ def open_safetensors(file: ByteSource, name: str, like: Shard | None = None) -> 
         file: local or remote.
         name: of the file, for messages.
         like: the shard in another rank's file, with which this one shares what is equal in both.
-
-    Raises:
-        CheckpointError: with lines that name the file, if it is malformed or no shard file.
     """
     known = like.layout if like is not None else None
     if isinstance(known, SafetensorsLayout) and (twin := known.twin(file, name)):
@@ -364,10 +358,6 @@ def open_torch(path: str, like: Shard | None = None) -> Shard:
     Args:
         path: of the file.
         like: the shard in another rank's file, with which this one shares what is equal in both.
-
-    Raises:
-        CheckpointError: with lines that name the file: it cannot be read, would run code, or lacks
-            the model or the metadata.
     """
     known = like.layout if like is not None else None
     if isinstance(known, TorchLayout) and (twin := known.twin(path)):
@@ -505,11 +495,7 @@ def _digest(metadata: Any, values: str) -> str | None:
 
 
 def values_of(shard: Shard) -> Any:
-    """Return the values that were saved beside model and optimizer; ``{}`` if there are none.
-
-    Raises:
-        CheckpointError: if they are damaged.
-    """
+    """Return the values that were saved beside model and optimizer; ``{}`` if there are none."""
     try:
         packed = json.loads(shard.notes.get(VALUES_KEY, "{}"))
     except (ValueError, RecursionError) as error:

@@ -228,9 +228,6 @@ class RankFiles:
         marker: of the attempt.
         names: of every rank's file, in rank order.
         first: rank whose file is opened at once; the others must have the same tensors.
-
-    Raises:
-        CheckpointError: if that file cannot be opened, or is not the one that the marker lists.
     """
 
     def __init__(
@@ -347,11 +344,7 @@ class _TensorOfRank:
 def _open_torch_files(
     storage: Storage, attempt: Attempt, marker: Marker, names: Sequence[str]
 ) -> list[Shard]:
-    """Open the ``.pth`` files of all ranks; remote ones are copied.
-
-    Raises:
-        CheckpointError: if one cannot be opened, or is not the one that the marker lists.
-    """
+    """Open the ``.pth`` files of all ranks; remote ones are copied."""
     open_file = open_torch if isinstance(storage, LocalStorage) else open_remote_torch
     for name in names:
         checked_source(storage, attempt.file(name), marker.files[name].nbytes)
@@ -378,11 +371,7 @@ def path_of(storage: Storage, name: str) -> str:
 def checked_source(
     storage: Storage, name: str, size: int, listed_size: int | None = None
 ) -> ByteSource:
-    """Return a file, of ``listed_size`` bytes if that is known.
-
-    Raises:
-        CheckpointError: unless it exists and has ``size`` bytes.
-    """
+    """Return a file, of ``listed_size`` bytes if that is known."""
     try:
         source = storage.source(name, listed_size)
     except CheckpointError as error:

@@ -126,9 +126,6 @@ def write_rank_file(storage: Storage | None, name: str, content: RankContent) ->
         storage: None to write nothing, because another rank writes this file.
         name: of the file.
         content: of the file.
-
-    Raises:
-        CheckpointError: if it cannot be written, or the format has no such dtype or value.
     """
     full = content.with_checksums()
     description, chunks = _pth(full) if name.endswith(".pth") else _safetensors(full)

@@ -178,9 +178,6 @@ def read_marker(storage: Storage, folder: str = "") -> Marker:
     Args:
         storage: of the run.
         folder: of the attempt; "" if it is the storage's own.
-
-    Raises:
-        CheckpointError: if it cannot be read, is malformed or belongs to another step.
     """
     at = os.path.join(storage.where, folder)
     name = os.path.join(at, MARKER)
@@ -220,11 +217,7 @@ def read_metrics(storage: Storage, attempt: Attempt) -> dict[str, float]:
 
 def read_job(storage: Storage, folder: str = "") -> JobRecord | None:
     """Return the record of the job that owns the directory, or whose folder this is; None if there
-    is none, as before version 4.
-
-    Raises:
-        CheckpointError: if it cannot be read or is malformed.
-    """
+    is none, as before version 4."""
     name = f"{folder}/{JOB}" if folder else JOB
     data = storage.find(name)
     return None if data is None else JobRecord.from_bytes(data, f"{storage.where}/{name}")

@@ -28,9 +28,6 @@ def describe_steps(
     Args:
         storage: of the directory.
         verify: returns what is wrong with a complete attempt's folder; None to leave that out.
-
-    Raises:
-        CheckpointError: if there is no such directory; at the end, with all problems.
     """
     if not storage.names():
         raise CheckpointError(f"{storage.where}: there is no such directory, or nothing is in it")

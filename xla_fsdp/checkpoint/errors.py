@@ -1,7 +1,8 @@
 """``CheckpointError``, checks of values read from files, and formatting for messages.
 
-Whatever reads, checks or writes files raises ``CheckpointError``, with a line for every problem that
-it finds. An argument ``where`` is the path of a value in the metadata, such as ``params.2.members.0.shape``.
+Whatever reads, checks or writes files raises ``CheckpointError``, with a line for every problem
+that it finds. An argument ``where`` is the path of a value in the metadata, such as
+``params.2.members.0.shape``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ read or a write is bounded by ``RECENT``, or ``TOGETHER`` times ``PART``.
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import re
@@ -47,17 +46,6 @@ RECENT = 32 * READ  # bytes of such requests that are kept for the next neighbou
 _VERSION = re.compile(r"(#|\?\w+=)[^/]*$")
 _PATTERN = re.compile(r"([*?\[])")
 
-_PASSING = {
-    errno.EAGAIN,
-    errno.EINTR,
-    errno.EIO,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
-    errno.EHOSTUNREACH,
-    errno.ENETRESET,
-    errno.EREMOTEIO,
-}
-_CLIENTS = {"aiohttp", "azure", "botocore", "gcsfs", "google", "urllib3"}  # that raise their own
 _FINAL = (
     CheckpointError,
     FileNotFoundError,
@@ -105,24 +93,14 @@ class Patience:
         return request()
 
 
-class ShortAnswerError(OSError):
-    """A store answered with fewer bytes than were asked for."""
-
-
 def may_pass(error: Exception) -> bool:
-    """Return whether a request that failed with ``error`` may succeed when it is repeated."""
-    if isinstance(error, _FINAL):
+    """Return whether a request that failed may succeed when it is repeated: unless it is one that
+    makes no sense, or was refused."""
+    # gcsfs's own OSError for the status 403 has no number.
+    if isinstance(error, _FINAL) or str(error).startswith("Forbidden"):
         return False
-    code = getattr(error, "code", None) or getattr(error, "status", None)
-    if isinstance(code, int | str) and str(code).isdigit():
-        return int(code) >= 500 or int(code) in (408, 425, 429)
-    if isinstance(error, ConnectionError | TimeoutError | ShortAnswerError):
-        return True
-    if isinstance(error, OSError):
-        # gcsfs's own OSError for the status 403 has no number.
-        unknown = error.errno is None and not str(error).startswith("Forbidden")
-        return unknown or error.errno in _PASSING
-    return type(error).__module__.partition(".")[0] in _CLIENTS
+    code = str(getattr(error, "code", None) or getattr(error, "status", None))
+    return not code.isdigit() or int(code) >= 500 or int(code) in (408, 425, 429)
 
 
 class RemoteStorage:
@@ -167,7 +145,8 @@ class RemoteStorage:
         return {each["name"].rpartition("/")[2]: each["size"] for each in listed}
 
     def tree(self) -> dict[str, dict[str, int]]:
-        found = self._ask("", "cannot be listed", lambda: self._find(), missing={})
+        find = partial(self._fs.find, self._root, maxdepth=2, detail=True)
+        found = self._ask("", "cannot be listed", find, missing={})
         folders: dict[str, dict[str, int]] = {}
         for path, each in found.items():
             folder, slash, name = path.removeprefix(f"{self._root}/").partition("/")
@@ -184,7 +163,7 @@ class RemoteStorage:
     def source(self, name: str, nbytes: int | None = None) -> ByteSource:
         path = self._path(name)
         if nbytes is None:
-            nbytes = self._ask(name, "cannot be read", lambda: self._size(path))
+            nbytes = self._ask(name, "cannot be read", lambda: self._fs.size(path))
         ask = partial(self._range, name)
         return RemoteFile(ask, nbytes, path, self._block, self._recent, self._slots)
 
@@ -270,9 +249,14 @@ class RemoteStorage:
 
     def _ask(self, name: str, what: str, request: Callable[[], Any], **missing: Any) -> Any:
         """Return what a request returns, or ``missing`` if there is no such file."""
+
+        def anew() -> Any:
+            self._fs.invalidate_cache()  # other machines write here too
+            return request()
+
         with failing(self._url(name), what, Exception):
             try:
-                return self._patience.repeat(request)
+                return self._patience.repeat(anew)
             except FileNotFoundError:
                 if not missing:
                     raise
@@ -280,30 +264,17 @@ class RemoteStorage:
 
     def _list(self, folder: str) -> list[dict[str, Any]]:
         path = self._path(folder)
-
-        def ask() -> list[dict[str, Any]]:
-            self._fs.invalidate_cache()  # other machines write here too
-            return self._fs.ls(path, detail=True)
-
+        ask = partial(self._fs.ls, path, detail=True)
         listed = self._ask(folder, "cannot be listed", ask, missing=[])
         return [each for each in listed if each["name"].strip("/") != path.strip("/")]
 
-    def _find(self) -> dict[str, dict[str, Any]]:
-        self._fs.invalidate_cache()
-        return self._fs.find(self._root, maxdepth=2, detail=True)
-
     def _small(self, name: str) -> Any:
         path = self._path(name)
-        self._fs.invalidate_cache()
         found = self._fs.info(path)
         if found["type"] not in ("file", "link"):  # opening a pipe would wait for a writer
             raise CheckpointError(f"{self._url(name)}: cannot be read: it is no regular file")
         check_size(self._url(name), found["size"] or 0, SMALL)
         return self._fs.cat_file(path)
-
-    def _size(self, path: str) -> int:
-        self._fs.invalidate_cache()
-        return self._fs.size(path)
 
     def _range(self, name: str, start: int, stop: int) -> bytes:
         path = self._path(name)
@@ -311,15 +282,15 @@ class RemoteStorage:
         def ask() -> bytes:
             data = self._fs.cat_file(path, start=start, end=stop)
             if len(data) != stop - start:
-                raise ShortAnswerError(f"ends at byte {start + len(data)}: truncated")
+                raise OSError(f"ends at byte {start + len(data)}: truncated")
             return data
 
         return self._ask(name, "cannot be read", ask)
 
     def _make_folder(self, path: str) -> None:
         if not self._has_objects:
+            folder = path.rpartition("/")[0]
             with failing(path, errors=Exception):
-                folder = path.rpartition("/")[0]
                 self._patience.repeat(lambda: self._fs.makedirs(folder, exist_ok=True))
 
     # ------------------------------------------------------------ writing

@@ -18,11 +18,10 @@ import signal
 import sys
 import threading
 import time
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 FIRST_LINE = 1.5  # seconds after which a command says what it is doing, if that has changed
@@ -60,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     plain = _plain_arguments(sys.argv[1:] if argv is None else argv, parser)
     args = parser.parse_intermixed_args(plain)  # the path may come after options
+    if args.version:
+        print(_version())
+        return 0
     if problem := _name_prefix(args):
         parser.error(problem)
     if (args.command == "convert") != (args.to is not None):
@@ -174,17 +176,6 @@ def _version() -> str:
     return f"xla_fsdp {own}; writes shard files of version {VERSION}, reads {readable}"
 
 
-class _Version(Action):
-    """Prints the versions, which only then are looked up."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**{**given, "nargs": 0, "dest": SUPPRESS, "default": SUPPRESS})
-
-    def __call__(self, parser: ArgumentParser, *_: object) -> None:
-        print(_version())
-        parser.exit()
-
-
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog=PROGRAM,
@@ -192,7 +183,7 @@ def _parser() -> ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, help="print the versions")
+    parser.add_argument("--version", action="store_true", help="print the versions")
     parser.add_argument(
         "command",
         nargs="*",

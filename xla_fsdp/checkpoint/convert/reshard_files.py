@@ -1,8 +1,7 @@
 """Plan shard files for another number of ranks, as a step that ``load_checkpoint`` reads.
 
-The new files have the same tensors under the same keys, so that a model with the same wrapping
-loads them; shards in torch_xla's format get one key per parameter. Values saved beside model and
-optimizer are copied from rank 0's file.
+The new files have one key per parameter, whatever was flattened or cut by tensor parallelism.
+Values saved beside model and optimizer are copied from rank 0's file.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 from pathlib import Path
-from typing import Any
 
 from xla_fsdp.checkpoint.convert.reshard import (
     EVERYTHING,
@@ -37,8 +35,6 @@ from xla_fsdp.checkpoint.files.tensor_source import TensorSource, full_path
 from xla_fsdp.checkpoint.format.full_tensors import MergePlan
 from xla_fsdp.checkpoint.format.plan import make_plan
 from xla_fsdp.checkpoint.format.records import (
-    FORMAT,
-    VERSION,
     FileRecord,
     Marker,
     ParamRecord,
@@ -53,7 +49,7 @@ from xla_fsdp.checkpoint.format.shard_files import (
     verifying_shards,
 )
 from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, find_marker, job_token
-from xla_fsdp.distributed.shard_layout import LANES, rows_layout, shard_multiple
+from xla_fsdp.distributed.shard_layout import rows_layout, shard_multiple
 
 
 def plan_reshard(
@@ -93,9 +89,16 @@ def plan_reshard(
         ]
     )
     job, folder = job_token(), os.path.join(directory, Attempt(step).folder)
-    metadata = replace(_metadata_of(plan, first.metadata), step=step, job=job)
-    params = tuple(_for_ranks(record, world_size) for record in metadata.params)
-    metadata = replace(metadata, params=params, world_size=world_size)
+    names = plan.unsharded
+    metadata = ShardMetadata(
+        rank=0,
+        world_size=world_size,
+        params=tuple(_records(plan, world_size)),
+        ties=plan.ties,
+        buffers={names[key]: dtype_name(dtype) for key, dtype in plan.dtypes.items()},
+        step=step,
+        job=job,
+    )
     source = SourceCheckpoint(plan, same, 0)
     files = [
         _rank_output(source, replace(metadata, rank=rank), folder) for rank in range(world_size)
@@ -131,10 +134,18 @@ def _rank_output(
     source: SourceCheckpoint, metadata: ShardMetadata, folder: str
 ) -> SafetensorsOutput:
     """Return the file of a rank, of what this rank would load."""
-    unsharded = {name: source.tensors[name].shape for name in source.plan.unsharded.values()}
-    groups = None if metadata.optimizer is None else [g.params for g in metadata.optimizer.groups]
+    old, unsharded = (
+        source.plan,
+        {n: source.tensors[n].shape for n in source.plan.unsharded.values()},
+    )
+    groups = None
+    if old.optimizer is not None:
+        of_groups = [group.params for group in old.optimizer.groups]
+        groups = [[name for key in keys for name in old.names_of(key)] for keys in of_groups]
     plan = plan_read(source, LoadTarget(metadata, unsharded, groups), EVERYTHING)
     raise_if(plan.problems)
+    if plan.optimizer is not None:
+        metadata = replace(metadata, optimizer=plan.optimizer.record())
     records = {record.key: record for record in metadata.params}
     ranks = metadata.world_size
     tensors = {
@@ -168,50 +179,12 @@ def _header_metadata(
     return shard_file_metadata(replace(metadata, fingerprints=dict(checksums)), notes)
 
 
-# ---------------------------------------------------------------- metadata
-
-
-def _metadata_of(plan: MergePlan, metadata: Mapping[str, Any]) -> ShardMetadata:
-    if metadata.get("format") == FORMAT:
-        own = ShardMetadata.from_dict(metadata)
-        return replace(
-            own,
-            params=tuple(_without_tensor_parallelism(record) for record in own.params),
-            version=VERSION,
-            groups=None,
-            global_rank=None,
-            optimizer=plan.optimizer,
-            tensor_parts=1,
-        )
-    names = plan.unsharded
-    return ShardMetadata(
-        rank=0,
-        world_size=plan.world_size,
-        params=tuple(_records(plan)),
-        buffers={names[key]: dtype_name(dtype) for key, dtype in plan.dtypes.items()},
-    )
-
-
-def _without_tensor_parallelism(record: ParamRecord) -> ParamRecord:
-    members = tuple(replace(member, tensor_dim=None) for member in record.members)
-    row = math.prod(members[0].shape[1:])
-    multiple = max(1, row) if record.by_rows else record.multiple
-    return replace(record, members=members, multiple=multiple, over_parts=False)
-
-
-def _for_ranks(record: ParamRecord, world_size: int) -> ParamRecord:
-    """Return the record that a model on ``world_size`` ranks has."""
-    shape = record.members[0].shape
-    if record.by_rows:
-        return replace(record, multiple=rows_layout(shape, world_size).multiple)
-    if [member.name for member in record.members] != [record.key]:
-        return record
-    return replace(record, multiple=shard_multiple(shape, world_size))
-
-
-def _records(plan: MergePlan) -> Iterator[ParamRecord]:
+def _records(plan: MergePlan, ranks: int) -> Iterator[ParamRecord]:
+    """Yield the record of each parameter of a model without tensor parallelism on so many ranks."""
     for entry in plan.sharded.values():
         by_rows = bool(entry.row_shape)
-        multiple = max(1, entry.row_numel) if by_rows else LANES
         for member in entry.members:
-            yield ParamRecord(member.name, dtype_name(entry.dtype), multiple, (member,), by_rows)
+            rows, elements = rows_layout(member.shape, ranks), shard_multiple(member.shape, ranks)
+            multiple = rows.multiple if by_rows else elements
+            own = replace(member, tensor_dim=None)
+            yield ParamRecord(member.name, dtype_name(entry.dtype), multiple, (own,), by_rows)

@@ -44,10 +44,7 @@ from xla_fsdp.checkpoint.format.records import (
     rank_file_name,
     state_name,
 )
-from xla_fsdp.checkpoint.format.shard_files import (
-    Shard,
-    verifying_shards,
-)
+from xla_fsdp.checkpoint.format.shard_files import Shard, verifying_shards
 from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, find_marker, job_token
 from xla_fsdp.distributed.shard_layout import rows_layout, shard_multiple
 
@@ -134,11 +131,8 @@ def _rank_output(
     source: SourceCheckpoint, metadata: ShardMetadata, folder: str
 ) -> SafetensorsOutput:
     """Return the file of a rank, of what this rank would load."""
-    old, unsharded = (
-        source.plan,
-        {n: source.tensors[n].shape for n in source.plan.unsharded.values()},
-    )
-    groups = None
+    old, groups = source.plan, None
+    unsharded = {name: source.tensors[name].shape for name in old.unsharded.values()}
     if old.optimizer is not None:
         of_groups = [group.params for group in old.optimizer.groups]
         groups = [[name for key in keys for name in old.names_of(key)] for keys in of_groups]
@@ -184,7 +178,6 @@ def _records(plan: MergePlan, ranks: int) -> Iterator[ParamRecord]:
     for entry in plan.sharded.values():
         by_rows = bool(entry.row_shape)
         for member in entry.members:
-            rows, elements = rows_layout(member.shape, ranks), shard_multiple(member.shape, ranks)
-            multiple = rows.multiple if by_rows else elements
-            own = replace(member, tensor_dim=None)
+            layout, own = rows_layout(member.shape, ranks), replace(member, tensor_dim=None)
+            multiple = layout.multiple if by_rows else shard_multiple(member.shape, ranks)
             yield ParamRecord(member.name, dtype_name(entry.dtype), multiple, (own,), by_rows)

@@ -327,16 +327,16 @@ class _Converter:
         self, spec: TensorSpec, storage: _Storage, first: int, strides: Sequence[int]
     ) -> TensorSource:
         data, record = self._storage(storage)
-        last = first + sum((n - 1) * step for n, step in zip(spec.shape, strides, strict=True))
-        outside = first < 0 or min(strides, default=0) < 0
-        if outside or (last + 1) * spec.dtype.itemsize > record.nbytes:
+        start = first * spec.dtype.itemsize
+        # Without memory; raises for strides that no tensor has.
+        laid_out = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="meta")
+        if first < 0 or start + laid_out.untyped_storage().nbytes() > record.nbytes:
             raise CheckpointError(
                 f"truncated: {spec.dtype} of shape {shown(spec.shape)} is not in the record it "
                 f"names"
             )
-        if not _is_contiguous(spec.shape, strides):
+        if not laid_out.is_contiguous():
             return _strided(self._path, spec, data, record, first, strides)
-        start = first * spec.dtype.itemsize
         fills_record = record.crc and spec.nbytes == record.nbytes
         return TensorSource(
             spec,
@@ -344,15 +344,6 @@ class _Converter:
             identity=(self._path, record.start + start, spec),
             checksum=written(record.crc) if fills_record else None,
         )
-
-
-def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _strided(

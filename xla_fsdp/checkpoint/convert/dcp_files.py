@@ -234,12 +234,8 @@ class _Metadata:
 
 
 def import_dcp(directory: str) -> Shard:
-    """Return a DCP directory as the shard of a single rank.
-
-    Args:
-        directory: saved from ``{"model": ..., "optim": ...}`` with FSDP2's ``get_state_dict``, or
-            from a model's state dict alone.
-    """
+    """Return a DCP directory, saved from ``{"model": ..., "optim": ...}`` with FSDP2's
+    ``get_state_dict`` or from a model's state dict alone, as the shard of a single rank."""
     with naming(directory):
         reader = of_optimizer = _Reader(directory)
         entries, beside = reader.sources(), _optimizer_beside(directory)

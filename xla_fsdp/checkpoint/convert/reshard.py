@@ -192,19 +192,9 @@ def shard_of(
     world_size: int,
     parts: int = 1,
 ) -> TensorSource:
-    """Return a rank's shard as a vector, padded with zeros.
-
-    Args:
-        record: of the sharded entry.
-        sources: global tensor of each parameter in ``record``, in order, all of one dtype; None for
-            zeros. At least one is not None.
-        rank: of the shard.
-        world_size: number of ranks of all tensor-parallel parts.
-        parts: number of tensor-parallel parts.
-
-    Returns:
-        A source of shape ``(shard_numel,)``.
-    """
+    """Return a rank's shard as a vector, padded with zeros: of the global tensors of each parameter
+    of a record, all of one dtype, or None for zeros. ``world_size`` counts the ranks of all
+    parts."""
     layout = record.layout(world_size, parts)
     part, local_rank = divmod(rank, layout.num_shards)
     wanted = layout.slice_for(local_rank)

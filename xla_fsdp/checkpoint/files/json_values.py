@@ -34,13 +34,9 @@ class Packed:
 
 
 def pack(value: Any, name: str) -> Packed:
-    """Convert ``value`` to JSON and tensors.
-
-    Args:
-        value: None, bool, int, float, str, tensor, numpy array or number, or a list, tuple, set,
-            frozenset, dict or Counter of these types.
-        name: of the value, for messages.
-    """
+    """Convert ``value``, called ``name`` in messages, to JSON and tensors: None, bool, int, float,
+    str, tensor, numpy array or number, or a list, tuple, set, frozenset, dict or Counter of
+    these."""
     packer = _Packer()
     json = packer.pack(value, name, 0)
     raise_if(packer.problems)

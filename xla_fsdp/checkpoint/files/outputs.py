@@ -180,13 +180,8 @@ def write_outputs(
     options: WriteOptions,
     verifiers: Sequence[Verifier] = (),
 ) -> None:
-    """Write all files, then give them their names, in this order.
-
-    Args:
-        outputs: files to write; missing directories are created.
-        options: how to write them.
-        verifiers: of the tensors that the outputs read.
-    """
+    """Write all files, and missing directories, then give them their names, in this order. The
+    verifiers are of the tensors that the outputs read."""
     with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
         for folder in {os.path.dirname(output.path) for output in outputs}:
             remove_abandoned(folder)
@@ -209,13 +204,7 @@ def write_outputs(
 def find_output_problems(
     outputs: Sequence[Output], *, overwrite: bool, make_directories: bool
 ) -> list[str]:
-    """Return one line for each reason why these files cannot be written; change nothing.
-
-    Args:
-        outputs: all files that will be written together.
-        overwrite: whether existing files may be replaced.
-        make_directories: whether missing directories will be created.
-    """
+    """Return one line for each reason why these files cannot be written; change nothing."""
     problems = []
     needed: dict[str, int] = {}
     for output in outputs:

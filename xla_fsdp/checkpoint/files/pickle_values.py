@@ -112,13 +112,8 @@ def read_pickle(
 
 
 def convert_plain(value: Any, length: int, convert: Callable[[Any], Any]) -> Any:
-    """Return a copy of a value in which no container is in two places.
-
-    Args:
-        value: from ``read_pickle``, whose containers may contain each other any number of times.
-        length: of the pickle, in bytes.
-        convert: called with everything that is neither plain nor a container.
-    """
+    """Return a copy of a value from a pickle of so many bytes, in which no container is in two
+    places. ``convert`` is called with everything that is neither plain nor a container."""
     room, keys = EXPANSION * (length + MAX_INT_BYTES), Keys()
 
     def walk_key(key: Any, depth: int) -> Any:

@@ -137,12 +137,7 @@ def plan_file(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) ->
 
 
 def read_header(source: ByteSource, name: str) -> Header:
-    """Read the header of a safetensors file.
-
-    Args:
-        source: the file's bytes; only the header's are read.
-        name: of the file, for messages.
-    """
+    """Read the header of a safetensors file; ``name`` is the file's, for messages."""
     with naming(name):
         data = header_bytes(source)
         with failing("header", "is not UTF-8 text", UnicodeDecodeError):

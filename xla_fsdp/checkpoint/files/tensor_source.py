@@ -173,13 +173,8 @@ def same_bytes(first: ByteSource, second: ByteSource) -> bool:
 
 
 def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples with every tensor converted.
-
-    Args:
-        content: nested containers.
-        convert: called once with every tensor or ``TensorSource``, however often it is there;
-            returns its replacement.
-    """
+    """Return a copy of nested dicts, lists and tuples with every tensor converted; ``convert`` is
+    called once with each tensor or ``TensorSource``, however often it is there."""
     converted: dict[int, Any] = {}  # by id, so that tied names stay tied
 
     def once(value: Any) -> Any:
@@ -452,13 +447,8 @@ def pieces(source: ByteSource, start: int, stop: int) -> Iterator[Piece]:
 
 
 def global_of(parts: Sequence[TensorSource], member: MemberRecord) -> TensorSource:
-    """Return the global tensor of a parameter.
-
-    Args:
-        parts: the local tensor of every tensor-parallel part, in order; for a parameter without a
-            ``tensor_dim``, the first is enough.
-        member: record of the parameter.
-    """
+    """Return the global tensor of a parameter, from the local tensor of every tensor-parallel part;
+    if it has no ``tensor_dim``, the first is enough."""
     if member.tensor_dim is None:
         return parts[0]
     data, row = [part.data for part in parts], _row_bytes(parts[0].spec, member.tensor_dim)

@@ -419,16 +419,14 @@ def is_known(name: str) -> bool:
 
 
 def write_skeleton(content: Any, path: str, at: int = 0) -> list[CopyTask]:
-    """Write an archive with room for the bytes of its tensors, but without these bytes.
+    """Write an archive with room for the bytes of its tensors; return what to copy into it: every
+    tensor that is not empty.
 
     Args:
         content: with a ``TensorSource`` in place of each tensor; names of the same object become
             names of one tensor.
         path: of the file to create.
         at: size of the file, if it exists, after which the archive begins.
-
-    Returns:
-        What to copy into it: every tensor that is not empty.
     """
     sources: list[TensorSource] = []
 

@@ -268,11 +268,8 @@ def describe_shards(shards: Sequence[Shard]) -> Iterator[str]:
 def verify_shards(
     shards: Sequence[Shard], threads: int, progress: Progress
 ) -> tuple[list[str], int, int]:
-    """Read all tensors that have a checksum, or are verified as they are read, and verify them.
-
-    Returns:
-        One line for each damaged tensor; the number of tensors with a checksum, and without.
-    """
+    """Verify all tensors that have a checksum, or are verified as they are read. Return one line
+    for each that is damaged; the number of tensors with a checksum, and without."""
     known = [
         (f"{shard.source}: {name}", tensor)
         for shard in shards

@@ -124,13 +124,8 @@ class FullCheckpoint:
 
 
 def full_checkpoint(plan: MergePlan, shards: Sequence[Shard], own: int = 0) -> FullCheckpoint:
-    """Return the full model and optimizer.
-
-    Args:
-        plan: of these shards, which ``find_problems`` has checked.
-        shards: of every rank, in rank order.
-        own: rank whose unsharded tensors and values are taken.
-    """
+    """Return the full model and optimizer from the checked shards of every rank, in rank order;
+    unsharded tensors and values are those of rank ``own``."""
     optimizer = None
     if plan.optimizer is not None:
         optimizer = _full_optimizer(plan, plan.optimizer, shards, shards[own])

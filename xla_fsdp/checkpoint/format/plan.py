@@ -83,13 +83,8 @@ def shared_part(metadata: dict[str, Any]) -> dict[str, Any]:
 def make_plan(
     metadata: dict[str, Any], state_dict: Mapping[str, Any], *, optimizer: bool = True
 ) -> MergePlan:
-    """Return the plan to merge this shard with those of the other ranks.
-
-    Args:
-        metadata: result of ``model.get_shard_metadata()``, in either format.
-        state_dict: of the same rank; torch_xla's metadata has no lengths and dtypes of shards.
-        optimizer: whether to merge optimizer state too.
-    """
+    """Return the plan to merge this shard with those of the other ranks. Of torch_xla's metadata,
+    the state dict tells the lengths and dtypes of shards."""
     identify(metadata)
     plan = (
         _torch_xla_plan(metadata, state_dict)

@@ -222,13 +222,8 @@ def _files_of_step(folder: str) -> list[str]:
 
 
 def open_safetensors(file: ByteSource, name: str, like: Shard | None = None) -> Shard:
-    """Open the shard in a safetensors file; reads its header only.
-
-    Args:
-        file: local or remote.
-        name: of the file, for messages.
-        like: the shard in another rank's file, with which this one shares what is equal in both.
-    """
+    """Open the shard in a safetensors file, local or remote, of whose tensors it reads none; it
+    shares with ``like``, of another rank, what is equal in both."""
     known = like.layout if like is not None else None
     if isinstance(known, SafetensorsLayout) and (twin := known.twin(file, name)):
         return twin
@@ -353,12 +348,8 @@ def _checksums(metadata: Any) -> dict[str, str]:
 
 
 def open_torch(path: str, like: Shard | None = None) -> Shard:
-    """Open the shard in a torch file on this machine.
-
-    Args:
-        path: of the file.
-        like: the shard in another rank's file, with which this one shares what is equal in both.
-    """
+    """Open the shard in a torch file on this machine; it shares with ``like``, of another rank,
+    what is equal in both."""
     known = like.layout if like is not None else None
     if isinstance(known, TorchLayout) and (twin := known.twin(path)):
         return twin

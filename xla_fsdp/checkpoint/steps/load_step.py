@@ -102,18 +102,8 @@ def load_step(
     target: LoadTarget,
     selection: Selection = EVERYTHING,
 ) -> LoadedStep:
-    """Read the part of a complete attempt that a rank needs.
-
-    Args:
-        storage: of the calling rank.
-        attempt: to load, which is complete.
-        target: describes the rank's part of the model and the optimizer.
-        selection: of the tensors to read.
-
-    Raises:
-        MismatchError: if ``target`` is another model.
-        CheckpointError: with every problem found.
-    """
+    """Read the part of a complete attempt that a rank needs; raise ``MismatchError`` if ``target``
+    is another model."""
     try:
         return _load(storage, attempt, target, selection)
     except CheckpointError as error:

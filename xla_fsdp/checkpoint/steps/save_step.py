@@ -120,13 +120,8 @@ class Written(NamedTuple):
 
 
 def write_rank_file(storage: Storage | None, name: str, content: RankContent) -> Written:
-    """Write one rank's file, as ``.safetensors`` or ``.pth`` by its name.
-
-    Args:
-        storage: None to write nothing, because another rank writes this file.
-        name: of the file.
-        content: of the file.
-    """
+    """Write one rank's file, as ``.safetensors`` or ``.pth`` by its name; without ``storage``, as
+    another rank writes this file, only return what would be written."""
     full = content.with_checksums()
     description, chunks = _pth(full) if name.endswith(".pth") else _safetensors(full)
     if storage is not None:

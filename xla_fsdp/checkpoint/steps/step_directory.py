@@ -173,12 +173,7 @@ def newest_complete(storage: Storage) -> Iterator[Attempt]:
 
 
 def read_marker(storage: Storage, folder: str = "") -> Marker:
-    """Read the marker of a complete attempt.
-
-    Args:
-        storage: of the run.
-        folder: of the attempt; "" if it is the storage's own.
-    """
+    """Read the marker of a complete attempt in a folder; "" is the storage's own."""
     at = os.path.join(storage.where, folder)
     name = os.path.join(at, MARKER)
     marker = Marker.from_bytes(storage.read(os.path.join(folder, MARKER)), name)

@@ -23,12 +23,8 @@ _TO_THE_RIGHT = {"step", "ranks", "files", "bytes"}
 def describe_steps(
     storage: Storage, verify: Callable[[str], Sequence[str]] | None
 ) -> Iterator[str]:
-    """Yield the lines of a table with every attempt in a run's directory, and then its problems.
-
-    Args:
-        storage: of the directory.
-        verify: returns what is wrong with a complete attempt's folder; None to leave that out.
-    """
+    """Yield the lines of a table with every attempt in a run's directory, and raise its problems
+    then. ``verify`` returns what is wrong with a complete attempt's folder."""
     if not storage.names():
         raise CheckpointError(f"{storage.where}: there is no such directory, or nothing is in it")
     attempts, tree, problems = all_attempts(storage), storage.tree(), list[str]()

@@ -284,10 +284,10 @@ class RecentBlocks:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._bytes = 0
-        self._blocks: OrderedDict[Hashable, Future[bytes]] = OrderedDict()
+        self._blocks: OrderedDict[Hashable, Future[Buffer]] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, key: Hashable, read: Callable[[], bytes]) -> memoryview:
+    def get(self, key: Hashable, read: Callable[[], Buffer]) -> memoryview:
         """Return the block under ``key``, or ``read()``, once, if it is not there."""
         with self._lock:
             found = self._blocks.get(key)

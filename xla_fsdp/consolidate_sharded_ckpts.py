@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(plain)  # the path may come after options
     if args.version:
         print(_version())
-        return 0
+        parser.exit()
     if problem := _name_prefix(args):
         parser.error(problem)
     if (args.command == "convert") != (args.to is not None):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -241,32 +239,18 @@ def _kind(args: Namespace, output: str) -> Kind:
 
 @contextmanager
 def _progress(status: Any, what: str, size: int) -> Iterator[Progress]:
-    """Draw a progress bar if stderr is a terminal; else the status tells."""
-    if not sys.stderr.isatty():
-        status.doing = amount = _Amount(what, size)
-        yield amount.add
-        return
-    status.doing = ""
-    with tqdm(total=size, desc=what, unit="B", unit_scale=True, file=sys.stderr) as bar:
+    """Draw a progress bar if stderr is a terminal; else the status shows it every so often."""
+    shows = sys.stderr.isatty()
+    with (
+        open(os.devnull, "w") as nowhere,
+        tqdm(
+            total=size,
+            desc=what,
+            unit="B",
+            unit_scale=True,
+            file=sys.stderr if shows else nowhere,
+        ) as bar,
+    ):
+        status.doing = "" if shows else bar
         yield bar.update
-
-
-class _Amount:
-    """Counts bytes; its text says how many of them are done, for ``Status``."""
-
-    def __init__(self, what: str, size: int) -> None:
-        self._what, self._size, self._done = what, size, 0
-        self._began = time.monotonic()
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-
-    def __str__(self) -> str:
-        text = f"{self._what}: {self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB"
-        if not self._done:
-            return text
-        rate = self._done / (time.monotonic() - self._began)
-        left = round((self._size - self._done) / rate)
-        return f"{text}, {rate / 1e6:.0f} MB/s, {f'{left} s left' if left > 0 else 'finishing'}"
+        status.doing = ""

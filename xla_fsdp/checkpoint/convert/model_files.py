@@ -106,7 +106,10 @@ def kind_of(path: str) -> Kind:
 def model_outputs(full: FullCheckpoint, path: str, kind: Kind, layout: Layout) -> list[Output]:
     """Return the files for ``full`` at ``path``, in the order in which to give them their names."""
     if kind is Kind.TORCH:
-        return [TorchOutput(path, _torch_content(full))]
+        content: dict[str, Any] = {"model": dict(full.model)}
+        if full.optimizer is not None:
+            content["optimizer"] = optimizer_content(full.optimizer)
+        return [TorchOutput(path, content)]
     raise_if(
         [
             f"{name} is a {type(value).__name__}, no tensor: safetensors cannot hold it. Write a "
@@ -134,13 +137,6 @@ def older_files(outputs: Sequence[Output], path: str, kind: Kind) -> list[str]:
         found = [os.path.join(path, name) for name in names if _FILE.fullmatch(name)]
     new = {output.path for output in outputs}
     return [path for path in found if path not in new]
-
-
-def _torch_content(full: FullCheckpoint) -> dict[str, Any]:
-    content: dict[str, Any] = {"model": dict(full.model)}
-    if full.optimizer is not None:
-        content["optimizer"] = optimizer_content(full.optimizer)
-    return content
 
 
 def optimizer_content(optimizer: OptimizerState) -> dict[str, Any]:
@@ -180,7 +176,9 @@ def _all_files(
     full: FullCheckpoint, model: str, optimizer: str, layout: Layout
 ) -> Iterator[Output]:
     stored = {n: t for n, t in full.model.items() if layout.copy_ties or n not in full.ties}
-    aliases = {} if layout.copy_ties else _aliases(full)
+    # An alias may not overwrite another entry of the header's metadata.
+    reserved = full.ties if layout.copy_ties else ("format", CHECKSUMS, OPTIMIZER)
+    aliases = {alias: name for alias, name in full.ties.items() if alias not in reserved}
     yield from _files(model, stored, aliases, layout.max_shard_size)
     if full.optimizer is not None:
         tensors = {
@@ -190,12 +188,6 @@ def _all_files(
         }
         own = {OPTIMIZER: json.dumps(_described(full.optimizer))}
         yield from _files(optimizer, tensors, own, layout.max_shard_size)
-
-
-def _aliases(full: FullCheckpoint) -> dict[str, str]:
-    # An alias may not overwrite another entry of the header's metadata.
-    reserved = ("format", CHECKSUMS, OPTIMIZER)
-    return {alias: name for alias, name in full.ties.items() if alias not in reserved}
 
 
 def _described(optimizer: OptimizerState) -> dict[str, Any]:
@@ -291,7 +283,10 @@ def renamed(plan: MergePlan, rules: Sequence[Rule]) -> MergePlan:
 
 def new_names(old_names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
     """Return the new name for each old one; the first rule whose prefix a name has applies."""
-    names = {name: _new_name(name, rules) for name in old_names}
+    names: dict[str, str] = {}
+    for name in old_names:
+        fitting = (r.new + name.removeprefix(r.old) for r in rules if name.startswith(r.old))
+        names[name] = next(fitting, name)
     problems = [
         f"key_map: {rule.old}={rule.new} fits no name of the model"
         for rule in rules
@@ -345,11 +340,6 @@ def in_dtype(full: FullCheckpoint, dtype: torch.dtype) -> FullCheckpoint:
         return source.cast(dtype) if source.dtype.is_floating_point else source
 
     return replace(full, model=convert_tensors(full.model, cast))
-
-
-def _new_name(name: str, rules: Sequence[Rule]) -> str:
-    rule = next((rule for rule in rules if name.startswith(rule.old)), None)
-    return name if rule is None else rule.new + name.removeprefix(rule.old)
 
 
 def _renamed_optimizer(optimizer: OptimizerState, names: Mapping[str, str]) -> OptimizerState:

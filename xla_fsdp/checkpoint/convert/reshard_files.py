@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import index
 from pathlib import Path
 
@@ -151,10 +150,15 @@ def _rank_output(
             if entry.kind is not StateKind.VALUE:
                 record = records[key] if entry.kind is StateKind.SHARD else None
                 tensors[state_name(key, state)] = _in_rows(record, entry.value, ranks)
+
+    def header_metadata(checksums: Checksums) -> dict[str, str]:
+        own = replace(metadata, fingerprints=dict(checksums))
+        return shard_file_metadata(own, source.own.notes)
+
     return SafetensorsOutput(
         path=os.path.join(folder, rank_file_name(metadata.rank, ranks, "safetensors")),
         tensors={**tensors, **source.own.others},
-        metadata=partial(_header_metadata, metadata, source.own.notes),
+        metadata=header_metadata,
     )
 
 
@@ -165,12 +169,6 @@ def _in_rows(record: ParamRecord | None, shard: TensorSource, ranks: int) -> Ten
     row_shape = record.members[0].shape[1:]
     count = record.layout(ranks).shard_numel // max(1, math.prod(row_shape))
     return replace(shard, spec=replace(shard.spec, shape=(count, *row_shape)))
-
-
-def _header_metadata(
-    metadata: ShardMetadata, notes: Mapping[str, str], checksums: Checksums
-) -> dict[str, str]:
-    return shard_file_metadata(replace(metadata, fingerprints=dict(checksums)), notes)
 
 
 def _records(plan: MergePlan, ranks: int) -> Iterator[ParamRecord]:

@@ -245,7 +245,8 @@ def _entry(line: Any, name: str, data_start: int) -> Entry:
         raise CheckpointError(
             f"{where}: dtype {shown(dtype)} is not known; expected one of {', '.join(DTYPES)}"
         )
-    if not _are_sizes(offsets) or len(offsets) != 2:
+    two = isinstance(offsets, list) and len(offsets) == 2
+    if not two or not all(type(n) is int and 0 <= n < 1 << 63 for n in offsets):
         raise CheckpointError(f"{where}: data_offsets are {shown(offsets)}, expected two offsets")
     spec = TensorSpec(DTYPES[dtype], checked_shape(shape, f"{where}: shape"))
     if offsets[1] - offsets[0] != spec.nbytes:
@@ -254,10 +255,6 @@ def _entry(line: Any, name: str, data_start: int) -> Entry:
             f"{dtype} of shape {shown(shape)} takes {shown(spec.nbytes)}"
         )
     return Entry(spec, data_start + offsets[0])
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
 def _check_filled(header: Header, file_size: int) -> None:

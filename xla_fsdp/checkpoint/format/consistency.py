@@ -306,10 +306,6 @@ def _contents(shard: Shard) -> Iterator[str]:
             yield f"whole    {name}  a {type(value).__name__}"
     for alias, canonical in plan.ties.items():
         yield f"tied     {alias} = {canonical}"
-    yield from _optimizer_contents(plan)
-
-
-def _optimizer_contents(plan: MergePlan) -> Iterator[str]:
     if plan.optimizer is None:
         return
     for i, group in enumerate(plan.optimizer.groups):

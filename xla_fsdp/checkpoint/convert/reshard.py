@@ -154,7 +154,7 @@ class SourceCheckpoint:
             target.tensor_parts
         )
         layout = record.layout(target.world_size, target.tensor_parts)
-        same_length = math.prod(entry.shard_shape) == layout.shard_numel
+        same_length = entry.layout.shard_numel == layout.shard_numel
         return key if same_members and same_length else None
 
     def record(self, key: str) -> StateRecord | None:

@@ -19,9 +19,9 @@ from xla_fsdp.checkpoint.files.safetensors_file import (
     MAX_HEADER,
     plan_file,
     read_header,
-    tensor_of,
 )
 from xla_fsdp.checkpoint.files.tensor_source import LocalFile, TensorSpec, bytes_of
+from xla_fsdp.checkpoint.format.alike_files import AlikeFile
 
 
 def every_dtype() -> dict[str, Tensor]:
@@ -45,7 +45,8 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> N
 def read(source: LocalFile) -> dict[str, Tensor]:
     """All tensors of a file."""
     entries = read_header(source, "file").entries
-    return {name: tensor_of(source, entry).load() for name, entry in entries.items()}
+    file = AlikeFile("file", source, entries, {})
+    return {each: file.tensor(each).load() for each in entries}
 
 
 def test_what_is_planned_loads_with_the_safetensors_library(tmp_path: Path) -> None:
@@ -85,12 +86,13 @@ def test_only_the_elements_asked_for_are_read(tmp_path: Path) -> None:
     file = CountingFile(str(tmp_path / "f"))
     header = read_header(file, "file")
     assert file.count == header.data_start
-    elements = tensor_of(file, header.entries["b"]).elements(7, 300)
+    tensor = AlikeFile("f", file, header.entries, {}).tensor("b")
+    elements = tensor.elements(7, 300)
     elements.read_into(0, memoryview(found := bytearray(elements.nbytes)))
     assert found == bytes_of(tensors["b"][7:300])
     assert file.count == header.data_start + 293 * 2
     with pytest.raises(ValueError, match="bytes 14 to 1002 are not in 1000"):
-        tensor_of(file, header.entries["b"]).elements(7, 501)
+        tensor.elements(7, 501)
 
 
 def test_a_dtype_that_safetensors_has_not_is_refused() -> None:

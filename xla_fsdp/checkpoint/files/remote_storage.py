@@ -161,11 +161,9 @@ class RemoteStorage:
         return self._ask(name, "cannot be read", lambda: self._small(name), missing=None)
 
     def source(self, name: str, nbytes: int | None = None) -> ByteSource:
-        path = self._path(name)
         if nbytes is None:
-            nbytes = self._ask(name, "cannot be read", lambda: self._fs.size(path))
-        ask = partial(self._range, name)
-        return RemoteFile(ask, nbytes, path, self._block, self._recent, self._slots)
+            nbytes = self._ask(name, "cannot be read", lambda: self._fs.size(self._path(name)))
+        return RemoteFile(self, name, nbytes)
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         path = self._path(name)
@@ -396,28 +394,13 @@ def _parts(chunks: Iterable[Buffer]) -> Iterator[bytes]:
 
 
 class RemoteFile:
-    """The bytes of a remote file. Neighbours that are read one after the other come in one request.
+    """The bytes of a remote file. Neighbours that are read one after the other come in one
+    request."""
 
-    Args:
-        ask: returns the bytes of a range.
-        nbytes: of the file.
-        path: of the file; the files of one storage have different ones.
-        block: bytes of a request for small neighbours.
-        recent: blocks of all files, which were read last.
-        slots: for long reads of all files.
-    """
-
-    def __init__(
-        self,
-        ask: Callable[[int, int], bytes],
-        nbytes: int,
-        path: str,
-        block: int,
-        recent: RecentBlocks,
-        slots: Semaphore,
-    ) -> None:
-        self.nbytes, self.place = nbytes, path
-        self._ask, self._block, self._recent, self._slots = ask, block, recent, slots
+    def __init__(self, storage: RemoteStorage, name: str, nbytes: int) -> None:
+        self.nbytes, self.place = nbytes, storage._path(name)
+        self._ask = partial(storage._range, name)
+        self._block, self._recent, self._slots = storage._block, storage._recent, storage._slots
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         stop = start + len(buffer)

@@ -33,8 +33,6 @@ from xla_fsdp.checkpoint.errors import (
 from xla_fsdp.checkpoint.files.checksum import digest
 from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
-    Part,
-    TensorSource,
     TensorSpec,
     read_bytes,
 )
@@ -149,12 +147,6 @@ def read_header(source: ByteSource, name: str) -> Header:
         header = Header(dict(in_file_order), metadata, len(data), digest(data))
         _check_filled(header, source.nbytes)
         return header
-
-
-def tensor_of(source: ByteSource, entry: Entry, checksum: str | None = None) -> TensorSource:
-    """Return a source of a tensor in a file."""
-    data = Part(source, entry.start, entry.spec.nbytes)
-    return TensorSource(entry.spec, data, checksum=checksum)
 
 
 def shard_metadata_of(header: Header) -> dict[str, Any]:

@@ -170,4 +170,4 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
     header = read_header(source, "f")
     (tmp_path / "f").write_bytes((tmp_path / "f").read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"f: ends at byte \d*: truncated"):
-        tensor_of(source, header.entries["w"]).load()
+        AlikeFile("f", source, header.entries, {}).tensor("w").load()

@@ -205,12 +205,13 @@ def find_output_problems(
     outputs: Sequence[Output], *, overwrite: bool, make_directories: bool
 ) -> list[str]:
     """Return one line for each reason why these files cannot be written; change nothing."""
-    problems = []
+    problems: list[str] = []
     needed: dict[str, int] = {}
     for output in outputs:
         path, directory = output.path, os.path.dirname(output.path) or "."
         if is_url(path):
-            problems += find_url_problems(path, overwrite=overwrite)
+            with collecting(problems):
+                problems += [f"{path}: {EXISTS}"] if exists(path) and not overwrite else []
             needed[tempfile.gettempdir()] = needed.get(tempfile.gettempdir(), 0) + output.nbytes
             continue
         while make_directories and not os.path.lexists(directory):
@@ -245,15 +246,6 @@ def find_shard_files(paths: Sequence[str], sources: Sequence[str]) -> list[str]:
         for path in paths
         if os.path.realpath(path) in known
     ]
-
-
-def find_url_problems(url: str, *, overwrite: bool) -> list[str]:
-    """Return the reason why nothing can be written to a URL, if there is one."""
-    problems: list[str] = []
-    with collecting(problems):
-        if exists(url) and not overwrite:
-            raise CheckpointError(f"{url}: {EXISTS}")
-    return problems
 
 
 def _copy(

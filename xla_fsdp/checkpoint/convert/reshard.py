@@ -116,13 +116,8 @@ class ReadPlan:
 
 
 class SourceCheckpoint:
-    """The files of all ranks of the old job, accessed by original names.
-
-    Args:
-        plan: for merging the shards.
-        shards: of every rank, in rank order.
-        own: rank whose unsharded tensors are read, and whose shards if the target needs the same.
-    """
+    """The files of all ranks of the old job, accessed by original names. Unsharded tensors are read
+    from rank ``own``, and its shards if the target needs the same."""
 
     def __init__(self, plan: MergePlan, shards: Sequence[Shard], own: int) -> None:
         self.plan = plan

@@ -63,13 +63,8 @@ _FINAL = (
 
 @dataclass(frozen=True)
 class Patience:
-    """How often a request that fails is repeated, with pauses that double.
-
-    Args:
-        attempts: in all.
-        first: seconds of the first pause.
-        longest: seconds of the longest pause.
-    """
+    """How often a request that fails is repeated: ``attempts`` times in all, after pauses that
+    double from ``first`` to at most ``longest`` seconds."""
 
     attempts: int = 6
     first: float = 0.25
@@ -104,13 +99,8 @@ def may_pass(error: Exception) -> bool:
 
 
 class RemoteStorage:
-    """A directory at a URL; fsspec's own configuration has the options of the file system.
-
-    Args:
-        where: the URL.
-        patience: with requests that fail.
-        files_at_once: number of files of which small parts are read in turns.
-    """
+    """A directory at a URL, of which small parts of so many files are read in turns; fsspec's own
+    configuration has the options of the file system."""
 
     per_host = False
 

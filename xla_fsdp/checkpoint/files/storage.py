@@ -306,13 +306,8 @@ class AtomicFiles:
 
 
 class Staging:
-    """A folder on this machine for copies of remote files, which goes with this object; those of
-    processes that were killed go when the next one is made.
-
-    Args:
-        path: of the folder.
-        remove: deletes it.
-    """
+    """A folder on this machine for copies of remote files, which goes with this object or by
+    ``remove``; those of processes that were killed go when the next one is made."""
 
     def __init__(self) -> None:
         above = tempfile.gettempdir()

@@ -186,12 +186,7 @@ def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 class LazyMapping(Mapping[str, Any]):
-    """Values by key, each made when it is asked for.
-
-    Args:
-        of: what they are made of, by key.
-        make: returns a value, given what it is made of.
-    """
+    """Values by key, each made of what ``of`` has when it is asked for."""
 
     def __init__(self, of: Mapping[str, T], make: Callable[[T], Any]) -> None:
         self._of, self._make = of, make
@@ -275,11 +270,8 @@ def check_size(name: str, nbytes: int, limit: int) -> None:
 
 
 class RecentBlocks:
-    """The blocks of files that were read last, for several threads.
-
-    Args:
-        limit: bytes of all blocks.
-    """
+    """The blocks of files that were read last, up to a number of bytes of all, for several
+    threads."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -277,12 +277,8 @@ def _storage_of(persistent_id: Any) -> _Storage:
 
 
 class _Converter:
-    """Converts the content of one file.
-
-    Args:
-        path: of the file.
-        storage: returns the bytes of a storage, and their record.
-    """
+    """Converts the content of one file; ``storage`` returns the bytes of a storage, and their
+    record."""
 
     def __init__(self, path: str, storage: Callable[[_Storage], tuple[ByteSource, Record]]) -> None:
         self._path, self._storage = path, storage

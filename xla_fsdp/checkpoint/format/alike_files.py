@@ -34,12 +34,8 @@ WINDOWS = 3  # that are kept, as a parameter and its optimizer states lie apart
 
 
 class Moved:
-    """The bytes of a file whose tensors come later than in another one.
-
-    Args:
-        file: local or remote.
-        by: number of bytes; less than 0 if they come earlier.
-    """
+    """The bytes of a file whose tensors come so many bytes later than in another one; less than 0
+    if they come earlier."""
 
     def __init__(self, file: ByteSource, by: int) -> None:
         self.nbytes = file.nbytes - by
@@ -77,12 +73,8 @@ class AlikeFile:
 
 
 class AlikeFiles:
-    """The files of all ranks that have the same ``entries``.
-
-    Args:
-        entries: by name in a file.
-        files: at least two, in rank order; each is asked for when it is read.
-    """
+    """The files of all ranks that have the same ``entries``: at least two, in rank order, each of
+    which is asked for when it is read."""
 
     def __init__(self, entries: Mapping[str, Entry], files: Sequence[AlikeFile]) -> None:
         self._entries, self._files = entries, files
@@ -148,14 +140,7 @@ class AlikeFiles:
 
 
 class TensorOfAll(Sequence[TensorSource]):
-    """A small tensor of several ranks; as a source, the bytes of all of them after one another.
-
-    Args:
-        files: of all ranks.
-        name: in the files.
-        entry: of the tensor in every file.
-        ranks: of the tensors in this sequence.
-    """
+    """A small tensor of these ranks; as a source, the bytes of all of them after one another."""
 
     def __init__(self, files: AlikeFiles, name: str, entry: Entry, ranks: range) -> None:
         self._files, self._name, self._entry, self._ranks = files, name, entry, ranks

@@ -237,13 +237,8 @@ def open_safetensors(file: ByteSource, name: str, like: Shard | None = None) -> 
 
 
 class Layout:
-    """What files that are alike have in common.
-
-    Args:
-        entries: of all tensors, by name in a file.
-        model: names in a file of the model's tensors, by key.
-        optimizer: the same of the optimizer's states.
-    """
+    """What files that are alike have in common: the entries of all tensors by name in a file; and
+    these names by key of the model, and of the optimizer's states."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self.entries = entries
@@ -277,14 +272,7 @@ class Layout:
 
 
 class SafetensorsLayout(Layout):
-    """The layout of safetensors files.
-
-    Args:
-        file: the first of them.
-        header: of that file.
-        metadata: of that file.
-        notes: further metadata in the header.
-    """
+    """The layout of safetensors files, as the first of them and its header have it."""
 
     def __init__(
         self, file: ByteSource, header: Header, metadata: FileMetadata, notes: Mapping[str, str]

@@ -211,13 +211,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The file of a rank.
-
-    Args:
-        shard: the rank in its sharding group.
-        num_shards: number of ranks in a sharding group.
-        suffix: of the file.
-    """
+    """The file of a rank, which is number ``shard`` of its sharding group."""
 
     shard: int
     num_shards: int

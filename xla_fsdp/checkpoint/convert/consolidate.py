@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from xla_fsdp.checkpoint.convert.dcp_files import import_dcp
 from xla_fsdp.checkpoint.convert.model_files import (
     Kind,
     Layout,
@@ -318,10 +319,6 @@ def open_shard(path: str, storage: Storage | None = None, like: Shard | None = N
         return open_remote_torch(path)
     path = full_path(path)
     if os.path.exists(os.path.join(path, DCP_METADATA)):
-        from xla_fsdp.checkpoint.convert.dcp_files import (
-            import_dcp,  # imports much of torch.distributed
-        )
-
         return import_dcp(path)
     if path.endswith(SAFETENSORS):
         return open_safetensors(LocalFile(path), path, like)
@@ -370,7 +367,7 @@ def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -
 
 
 def _dcp_output(path: str, content: Mapping[str, Any], layout: Layout) -> Output:
-    from xla_fsdp.checkpoint.convert.dcp_files import DcpOutput  # imports much of torch.distributed
+    from xla_fsdp.checkpoint.convert.dcp_output import DcpOutput  # imports much of torch
 
     return DcpOutput(path.rstrip(os.sep), content, layout.max_shard_size)
 

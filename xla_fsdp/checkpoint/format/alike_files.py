@@ -33,18 +33,6 @@ WINDOW = 1 << 23  # bytes of all files together
 WINDOWS = 3  # that are kept, as a parameter and its optimizer states lie apart
 
 
-class Moved:
-    """The bytes of a file whose tensors come so many bytes later than in another one; less than 0
-    if they come earlier."""
-
-    def __init__(self, file: ByteSource, by: int) -> None:
-        self.nbytes = file.nbytes - by
-        self._file, self._by = file, by
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        self._file.read_into(start + self._by, buffer)
-
-
 @dataclass(frozen=True)
 class AlikeFile:
     """One of the files.
@@ -54,19 +42,21 @@ class AlikeFile:
         file: its bytes, local or remote.
         entries: by name in the file; the same object in all files.
         checksums: by name in the file.
+        shift: bytes by which its tensors come later than ``entries`` say.
     """
 
     name: str
     file: ByteSource
     entries: Mapping[str, Entry]
     checksums: Mapping[str, str]
+    shift: int = 0
 
     def tensor(self, name: str) -> TensorSource:
         """Return a tensor by its name in the file, not verified."""
         entry = self.entries[name]
         return TensorSource(
             entry.spec,
-            Part(self.file, entry.start, entry.spec.nbytes),
+            Part(self.file, entry.start + self.shift, entry.spec.nbytes),
             identity=(self.name, entry.start, entry.spec) if entry.spec.nbytes else None,
             checksum=self.checksums.get(name),
         )
@@ -121,7 +111,8 @@ class AlikeFiles:
         """Return the same bytes of the files of these ranks."""
         rows = np.empty((len(ranks), last - first), np.uint8)
         for rank, row in zip(ranks, rows, strict=True):
-            self._files[rank].file.read_into(first, row.data)
+            file = self._files[rank]
+            file.file.read_into(first + file.shift, row.data)
         return rows.reshape(-1).data
 
     def _verify(self, name: str, ranks: range, rows: np.ndarray) -> None:

@@ -40,7 +40,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     full_path,
 )
 from xla_fsdp.checkpoint.files.torch_file import SMALL_ARCHIVE, Archive, read_torch_file
-from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles, Moved
+from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles
 from xla_fsdp.checkpoint.format.records import (
     OF_RANK,
     VALUE_PREFIX,
@@ -231,9 +231,9 @@ def open_safetensors(file: ByteSource, name: str, like: Shard | None = None) -> 
     with naming(name):
         metadata = FileMetadata(shard_metadata_of(header))
     notes = {key: text for key, text in header.metadata.items() if key not in OWN_METADATA}
-    checksums = _checksums(metadata)
     layout = SafetensorsLayout(file, header, metadata, notes)
-    return layout.shard(file, name, metadata, checksums, notes, header.digest)
+    own = AlikeFile(name, file, header.entries, _checksums(metadata))
+    return layout.shard(own, metadata, notes, header.digest)
 
 
 class Layout:
@@ -248,18 +248,11 @@ class Layout:
         self._others = {n: n for n in entries if not n.startswith(kinds)}
 
     def shard(
-        self,
-        file: ByteSource,
-        name: str,
-        metadata: FileMetadata,
-        checksums: Mapping[str, str],
-        notes: Mapping[str, str],
-        digest: str | None,
+        self, own: AlikeFile, metadata: FileMetadata, notes: Mapping[str, str], digest: str | None
     ) -> Shard:
         """Return the shard in a file that is alike."""
-        own = AlikeFile(name, file, self.entries, checksums)
         return Shard(
-            name,
+            own.name,
             LazyMapping(self.model, own.tensor),
             metadata,
             LazyMapping(self.optimizer, own.tensor),
@@ -298,14 +291,15 @@ class SafetensorsLayout(Layout):
             fixed, (*ranks, values), checksums = _divided(data)
         except (ValueError, RecursionError):  # damaged; reading all of it tells how
             return None
-        moved = Moved(file, len(data) - self._header.data_start)
-        if fixed != self._fixed or moved.nbytes != self._header.file_size:
+        shift = len(data) - self._header.data_start
+        if fixed != self._fixed or file.nbytes - shift != self._header.file_size:
             return None
         sums = dict(zip(self._metadata["fingerprints"], checksums, strict=True))
         of_rank = {k: v for k, v in zip(OF_RANK, (*ranks, sums), strict=True) if v != -1}
         notes = self._notes if values == -1 else {**self._notes, VALUES_KEY: values}
         metadata = FileMetadata(of_rank, self._metadata)
-        return self.shard(moved, name, metadata, sums, notes, digest(data))
+        twin = AlikeFile(name, file, self.entries, sums, shift)
+        return self.shard(twin, metadata, notes, digest(data))
 
 
 _CHECKSUM = re.compile(rb"(crc32:[0-9a-f]{8,})")
@@ -403,7 +397,7 @@ class TorchLayout(Layout):
         rank, crcs = found
         sums = {name: written(int(crcs[record])) for name, record in self._records.items()}
         metadata = FileMetadata({"rank": rank}, self._metadata)
-        return self.shard(LocalFile(path), path, metadata, sums, {}, None)
+        return self.shard(AlikeFile(path, LocalFile(path), self.entries, sums), metadata, {}, None)
 
     @cached_property
     def _archive(self) -> Archive | None:

@@ -17,7 +17,6 @@ ALL = ("Exception", "BaseException")
 # They put something back, or tell it, and raise the error again.
 RAISE_AGAIN = {
     "checkpoint/files/remote_storage.py _write",
-    "checkpoint/files/remote_storage.py put",
     "checkpoint/files/remote_storage.py write",
     "checkpoint/files/tensor_source.py get",
     "xla/cpu_rank_patches.py running",
@@ -34,13 +33,12 @@ TAKE_ALL = {
     "checkpoint/convert/dcp_files.py _item": 1,
     "checkpoint/files/remote_storage.py _write": 2,
     "checkpoint/files/remote_storage.py _write_parts": 1,
-    "checkpoint/files/remote_storage.py put": 1,
     "checkpoint/files/remote_storage.py repeat": 1,
     "checkpoint/files/remote_storage.py write": 1,
     "checkpoint/steps/save_step.py _work": 1,
     "checkpoint/steps/save_step.py _tidy": 1,
     "checkpoint/steps/save_step.py failing_together": 1,
-    "checkpoint/format/shard_files.py twin": 1,
+    "checkpoint/format/shard_files.py _archive": 1,
     "checkpoint/files/torch_file.py read_torch": 1,
     "distributed/cpu_ranks.py _attempt": 1,
     "distributed/turns.py meet": 1,

@@ -18,15 +18,14 @@ import signal
 import sys
 import threading
 import time
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-FIRST_LINE = 1.5  # seconds after which a command says what it is doing,
-LINE_EVERY = 30.0  # and then every so often
+FIRST_LINE = 1.5  # seconds after which a command says what it is doing, if that has changed
+LINE_EVERY = 30.0  # and if it has not
 EXAMPLES = """\
 examples:
   %(prog)s --ckpt_prefix run
@@ -60,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     plain = _plain_arguments(sys.argv[1:] if argv is None else argv, parser)
     args = parser.parse_intermixed_args(plain)  # the path may come after options
+    if args.version:
+        print(_version())
+        parser.exit()
     if problem := _name_prefix(args):
         parser.error(problem)
     if (args.command == "convert") != (args.to is not None):
@@ -86,41 +88,25 @@ class Status:
     text, which may change at any time; "" is silent."""
 
     def __init__(self) -> None:
-        self._doing: object = "reading the shard files"
-        self._changed = threading.Condition()
-        self._ended = False
+        self.doing: object = "reading the shard files"
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
-
-    @property
-    def doing(self) -> object:
-        return self._doing
-
-    @doing.setter
-    def doing(self, what: object) -> None:
-        with self._changed:
-            self._doing = what
-            self._changed.notify()
 
     def __enter__(self) -> Status:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended = True
-        self.doing = ""
+        self._ended.set()
         self._thread.join()
 
     def _run(self) -> None:
-        due, said = time.monotonic() + FIRST_LINE, ""
-        with self._changed:
-            while not self._ended:
-                if self._changed.wait(max(0.0, due - time.monotonic())):
-                    if said:  # what takes long from now on is told soon
-                        due = min(due, time.monotonic() + FIRST_LINE)
-                    continue
-                if text := str(self._doing):
-                    _write_lines([said := text])
-                due = time.monotonic() + LINE_EVERY
+        said, at = None, 0.0
+        while not self._ended.wait(FIRST_LINE):
+            doing, now = self.doing, time.monotonic()
+            if (text := str(doing)) and (doing is not said or now - at >= LINE_EVERY):
+                _write_lines([text])
+                said, at = doing, now
 
 
 def _plain_arguments(argv: Sequence[str], parser: ArgumentParser) -> list[str]:
@@ -190,17 +176,6 @@ def _version() -> str:
     return f"xla_fsdp {own}; writes shard files of version {VERSION}, reads {readable}"
 
 
-class _Version(Action):
-    """Prints the versions, which only then are looked up."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**{**given, "nargs": 0, "dest": SUPPRESS, "default": SUPPRESS})
-
-    def __call__(self, parser: ArgumentParser, *_: object) -> None:
-        print(_version())
-        parser.exit()
-
-
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog=PROGRAM,
@@ -208,7 +183,7 @@ def _parser() -> ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, help="print the versions")
+    parser.add_argument("--version", action="store_true", help="print the versions")
     parser.add_argument(
         "command",
         nargs="*",

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from test.common.ranks import ROOT
 from test.common.shard_maker import FullModel, bits, run, snapshot
 from xla_fsdp.checkpoint import CheckpointError, find_problems, open_shard
-from xla_fsdp.checkpoint.convert import dcp_files
+from xla_fsdp.checkpoint.convert import dcp_output
 from xla_fsdp.checkpoint.convert.consolidate import load_model, merge_shards
 from xla_fsdp.checkpoint.files import outputs
 from xla_fsdp.checkpoint.format.records import StateKind
@@ -99,12 +99,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("dcp")
     (base / "run").mkdir()
     sharded(*trained(0)).save_safetensors(base / "run", 3)
-    item = dcp_files.ITEM
-    dcp_files.ITEM = 64  # several items for a tensor
+    item = dcp_output.ITEM
+    dcp_output.ITEM = 64  # several items for a tensor
     try:
         assert run("--ckpt_prefix", base / "run", "--save_path", base / "d", "--format", "dcp") == 0
     finally:
-        dcp_files.ITEM = item
+        dcp_output.ITEM = item
     assert {path.name for path in base.iterdir()} == {"run", "d"}
     return base / "d"
 

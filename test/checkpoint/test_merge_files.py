@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -374,10 +375,12 @@ def test_resharding(shards: Path, tmp_path: Path, world_size: int) -> None:
     assert run("--ckpt_prefix", shards, "--save_path", out, "--to_world_size", world_size) == 0
     assert latest_step(out) == 0
     model = with_optimizer()
+    steps = dict.fromkeys([*model.params, "ignored"], torch.tensor(3.0))
+    one_each = replace(model, flat={}, steps=steps)  # a key per parameter
     for rank in range(world_size):
         path = out / "step_00000000" / f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
         found = bits(load_file(path))
-        expected = model.shard(rank, world_size)
+        expected = one_each.shard(rank, world_size)
         params = {k: v for k, v in expected["model"].items() if k not in model.ties}
         states = {
             f"optim/{k}/{w}": v

@@ -19,9 +19,9 @@ from xla_fsdp.checkpoint.files.safetensors_file import (
     MAX_HEADER,
     plan_file,
     read_header,
-    tensor_of,
 )
 from xla_fsdp.checkpoint.files.tensor_source import LocalFile, TensorSpec, bytes_of
+from xla_fsdp.checkpoint.format.alike_files import AlikeFile
 
 
 def every_dtype() -> dict[str, Tensor]:
@@ -45,7 +45,8 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> N
 def read(source: LocalFile) -> dict[str, Tensor]:
     """All tensors of a file."""
     entries = read_header(source, "file").entries
-    return {name: tensor_of(source, entry).load() for name, entry in entries.items()}
+    file = AlikeFile("file", source, entries, {})
+    return {each: file.tensor(each).load() for each in entries}
 
 
 def test_what_is_planned_loads_with_the_safetensors_library(tmp_path: Path) -> None:
@@ -85,12 +86,13 @@ def test_only_the_elements_asked_for_are_read(tmp_path: Path) -> None:
     file = CountingFile(str(tmp_path / "f"))
     header = read_header(file, "file")
     assert file.count == header.data_start
-    elements = tensor_of(file, header.entries["b"]).elements(7, 300)
+    tensor = AlikeFile("f", file, header.entries, {}).tensor("b")
+    elements = tensor.elements(7, 300)
     elements.read_into(0, memoryview(found := bytearray(elements.nbytes)))
     assert found == bytes_of(tensors["b"][7:300])
     assert file.count == header.data_start + 293 * 2
     with pytest.raises(ValueError, match="bytes 14 to 1002 are not in 1000"):
-        tensor_of(file, header.entries["b"]).elements(7, 501)
+        tensor.elements(7, 501)
 
 
 def test_a_dtype_that_safetensors_has_not_is_refused() -> None:
@@ -118,11 +120,11 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     ),
     "large header": ((MAX_HEADER + 1).to_bytes(8, "little"), "header would be 100,000,001 bytes"),
     "cut header": ((100).to_bytes(8, "little") + b"{}", "truncated: its header ends at byte 108"),
-    "no text": (file_with(b"\xff\xfe"), "header is not UTF-8 text: invalid start byte"),
-    "no JSON": (file_with(b"{"), "header is not JSON: "),
-    "deep JSON": (file_with(b"[" * 100_000), "header is not JSON: "),
-    "long number": (file_with(b'{"w":' + b"1" * 5000 + b"}"), "header is not JSON: "),
-    "list": (file_with([]), "header is a JSON list, expected a dict"),
+    "no text": (file_with(b"\xff\xfe"), "header: is not UTF-8 text: "),
+    "no JSON": (file_with(b"{"), "header: is not JSON: "),
+    "deep JSON": (file_with(b"[" * 100_000), "header: is not JSON: "),
+    "long number": (file_with(b'{"w":' + b"1" * 5000 + b"}"), "header: is not JSON: "),
+    "list": (file_with([]), "header is list, expected dict"),
     "twice": (file_with(b'{"w": 1, "w": 2}'), "header: the name w appears twice"),
     "metadata": (file_with({"__metadata__": {"a": 1}}), "__metadata__ is not a dict of strings"),
     "no line": (file_with({"w": 3}), "header: 'w' is not a dict of dtype, shape and data_offs"),
@@ -168,4 +170,4 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
     header = read_header(source, "f")
     (tmp_path / "f").write_bytes((tmp_path / "f").read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"f: ends at byte \d*: truncated"):
-        tensor_of(source, header.entries["w"]).load()
+        AlikeFile("f", source, header.entries, {}).tensor("w").load()

@@ -400,7 +400,7 @@ def test_a_step_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None
     other = picture(9)
     assert save_step(tmp_path, 4, 3, shown=other) == [None] * 3
     assert folders(tmp_path) == ["step_00000004.1"]
-    assert read_marker(open_storage(tmp_path), Attempt(4, 1)).world_size == 3
+    assert read_marker(open_storage(tmp_path), Attempt(4, 1).folder).world_size == 3
     assert latest_step(tmp_path) == 4
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -33,7 +31,14 @@ from xla_fsdp.checkpoint.convert.model_files import (
 )
 from xla_fsdp.checkpoint.convert.read_model import INDEX, open_model
 from xla_fsdp.checkpoint.convert.reshard_files import plan_reshard, step_of
-from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, listed, one_line, raise_if
+from xla_fsdp.checkpoint.errors import (
+    CheckpointError,
+    collecting,
+    dtype_name,
+    listed,
+    one_line,
+    raise_if,
+)
 from xla_fsdp.checkpoint.files.copying import Progress, default_threads
 from xla_fsdp.checkpoint.files.outputs import FilesJob, WriteOptions
 from xla_fsdp.checkpoint.files.storage import open_storage
@@ -46,30 +51,22 @@ PROGRAM = "consolidate_sharded_ckpts"
 TARGETS = {"dcp": Kind.DCP, "hf": Kind.DIRECTORY, "torch": Kind.TORCH}
 
 
-class Status(Protocol):
-    """Tells the user what is being done, if that takes long; "" for nothing."""
+def run(args: Namespace, status: Any) -> list[str]:
+    """Do what the arguments ask for; return one line for each problem, [] if all went well.
 
-    doing: object
-
-
-def run(args: Namespace, status: Status) -> list[str]:
-    """Do what the arguments ask for; return one line for each problem, [] if all went well."""
-    try:
+    What takes long is told by ``status.doing``, anything with a text; "" for nothing.
+    """
+    problems: list[str] = []
+    with collecting(problems):
         _refuse_impossible(args)
-        if args.command == "list":
-            return _list(args)
-        if args.command == "inspect":
-            return _inspect(args, status)
-        _consolidate(args, status)
-    except CheckpointError as error:
-        return [one_line(problem) for problem in error.problems]
-    return []
+        {"list": _list, "inspect": _inspect}.get(args.command, _consolidate)(args, status)
+    return [one_line(problem) for problem in problems]
 
 
-def _inspect(args: Namespace, status: Status) -> list[str]:
+def _inspect(args: Namespace, status: Any) -> None:
     if args.ckpt_suffix == DEFAULT_SUFFIX and _is_model(os.path.expanduser(args.ckpt_prefix)):
         _inspect_model(args)
-        return []
+        return
     shards, problems = look_at_shards(
         args.ckpt_prefix, args.ckpt_suffix, None, optimizer=not args.model_only
     )
@@ -85,7 +82,7 @@ def _inspect(args: Namespace, status: Status) -> list[str]:
             )
         problems += damage
         print(f"verified {known} tensors; {unknown} have no checksum")
-    return [one_line(problem) for problem in problems]
+    raise_if(problems)
 
 
 def _is_model(path: str) -> bool:
@@ -112,7 +109,7 @@ def _inspect_model(args: Namespace) -> None:
         print(f"verified {known} tensors; {len(tensors) - known} have no checksum")
 
 
-def _list(args: Namespace) -> list[str]:
+def _list(args: Namespace, _: Any) -> None:
     def verify(folder: str) -> list[str]:
         shards, problems = look_at_shards(folder, DEFAULT_SUFFIX, None, optimizer=True)
         damage, _, _ = verify_shards(shards, args.threads or default_threads(), lambda _: None)
@@ -120,10 +117,9 @@ def _list(args: Namespace) -> list[str]:
 
     for line in describe_steps(open_storage(args.ckpt_prefix), verify if args.verify else None):
         print(line)
-    return []
 
 
-def _consolidate(args: Namespace, status: Status) -> None:
+def _consolidate(args: Namespace, status: Any) -> None:
     output = output_path(args.ckpt_prefix, args.save_path or _default_path(args))
     kind = _kind(args, output)
     options = _options(args, kind)
@@ -242,33 +238,19 @@ def _kind(args: Namespace, output: str) -> Kind:
 
 
 @contextmanager
-def _progress(status: Status, what: str, size: int) -> Iterator[Progress]:
-    """Draw a progress bar if stderr is a terminal; else the status tells."""
-    if not sys.stderr.isatty():
-        status.doing = amount = _Amount(what, size)
-        yield amount.add
-        return
-    status.doing = ""
-    with tqdm(total=size, desc=what, unit="B", unit_scale=True, file=sys.stderr) as bar:
+def _progress(status: Any, what: str, size: int) -> Iterator[Progress]:
+    """Draw a progress bar if stderr is a terminal; else the status shows it every so often."""
+    shows = sys.stderr.isatty()
+    with (
+        open(os.devnull, "w") as nowhere,
+        tqdm(
+            total=size,
+            desc=what,
+            unit="B",
+            unit_scale=True,
+            file=sys.stderr if shows else nowhere,
+        ) as bar,
+    ):
+        status.doing = "" if shows else bar
         yield bar.update
-
-
-class _Amount:
-    """Counts bytes; its text says how many of them are done, for ``Status``."""
-
-    def __init__(self, what: str, size: int) -> None:
-        self._what, self._size, self._done = what, size, 0
-        self._began = time.monotonic()
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-
-    def __str__(self) -> str:
-        text = f"{self._what}: {self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB"
-        if not self._done:
-            return text
-        rate = self._done / (time.monotonic() - self._began)
-        left = round((self._size - self._done) / rate)
-        return f"{text}, {rate / 1e6:.0f} MB/s, {f'{left} s left' if left > 0 else 'finishing'}"
+        status.doing = ""

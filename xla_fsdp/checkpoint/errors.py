@@ -1,6 +1,8 @@
 """``CheckpointError``, checks of values read from files, and formatting for messages.
 
-An argument ``where`` is the path of a value in the metadata, such as ``params.2.members.0.shape``.
+Whatever reads, checks or writes files raises ``CheckpointError``, with a line for every problem
+that it finds. An argument ``where`` is the path of a value in the metadata, such as
+``params.2.members.0.shape``.
 """
 
 from __future__ import annotations
@@ -81,11 +83,23 @@ def lines_of(error: Exception) -> list[str]:
     return [f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0])}"]
 
 
-def prefixed(error: CheckpointError, name: str) -> CheckpointError:
-    """Return the error with ``"{name}: "`` before every line that does not begin with the name."""
-    return type(error)(
-        [line if line.startswith(name) else f"{name}: {line}" for line in error.problems]
-    )
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Put ``"{name}: "`` before every line of a ``CheckpointError`` that does not begin so."""
+    try:
+        yield
+    except CheckpointError as error:
+        lines = [line if line.startswith(name) else f"{name}: {line}" for line in error.problems]
+        raise type(error)(lines) from error
+
+
+@contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Add the lines of a ``CheckpointError`` to these, and do not raise it."""
+    try:
+        yield
+    except CheckpointError as error:
+        problems += error.problems
 
 
 def typed(value: Any, kind: type[T], where: str) -> T:
@@ -216,10 +230,6 @@ def failing(
     except CheckpointError:
         raise
     except errors as error:
-        raise failure(path, what, error) from error
-
-
-def failure(path: str | Path, what: str, error: Exception) -> CheckpointError:
-    """Return the error of one line for an exception."""
-    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-    return CheckpointError(f"{path}: {what}: {reason or type(error).__name__}")
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        text = f"{path}: {what}: {reason or type(error).__name__}"
+        raise CheckpointError(text) from error

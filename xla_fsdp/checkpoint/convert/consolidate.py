@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from xla_fsdp.checkpoint.convert.dcp_files import import_dcp
 from xla_fsdp.checkpoint.convert.model_files import (
     Kind,
     Layout,
@@ -32,7 +33,7 @@ from xla_fsdp.checkpoint.convert.model_files import (
     restricted,
 )
 from xla_fsdp.checkpoint.convert.read_model import open_model
-from xla_fsdp.checkpoint.errors import CheckpointError, deleted_meanwhile, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, collecting, deleted_meanwhile, raise_if
 from xla_fsdp.checkpoint.files.copying import Verifier, find_damage
 from xla_fsdp.checkpoint.files.outputs import (
     BytesOutput,
@@ -52,7 +53,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     full_path,
     source_of,
 )
-from xla_fsdp.checkpoint.format.consistency import find_marker_problems, find_problems
+from xla_fsdp.checkpoint.format.consistency import check_marker, find_problems
 from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint, full_checkpoint
 from xla_fsdp.checkpoint.format.plan import identify, make_plan
 from xla_fsdp.checkpoint.format.records import Marker
@@ -61,15 +62,18 @@ from xla_fsdp.checkpoint.format.shard_files import (
     SAFETENSORS,
     Shard,
     find_files,
-    has_marker,
     nothing_found,
     open_remote_torch,
     open_safetensors,
     open_torch,
-    read_marker_file,
     verifying_shards,
 )
-from xla_fsdp.checkpoint.steps.step_directory import is_step_file, is_step_folder
+from xla_fsdp.checkpoint.steps.step_directory import (
+    MARKER,
+    find_marker,
+    is_step_file,
+    is_step_folder,
+)
 
 OUTPUT_MARK = "_consolidated"
 
@@ -257,46 +261,36 @@ def _whole_model(path: str) -> list[str]:
 
 
 def _open_shards(paths: Sequence[str], output: str) -> tuple[list[Shard], list[str]]:
-    # The pattern of shard files may match earlier outputs too: these are ignored.
     shards: list[Shard] = []
     problems: list[str] = []
     storages: dict[str, Storage] = {}
+    markers: dict[str, Marker | None] = {}
     for path in paths:
+        folder, name = split_path(path)
         try:
-            folder, _ = split_path(path)
             if is_url(path) and folder not in storages:
                 storages[folder] = open_storage(folder, files_at_once=len(paths))
-            first = shards[0] if shards else None
-            shards.append(open_shard(path, storages.get(folder), first))
+            shard = open_shard(path, storages.get(folder), shards[0] if shards else None)
         except CheckpointError as error:
+            # The pattern of shard files may match earlier outputs too: these are ignored.
             same = os.path.realpath(path) == os.path.realpath(output)
             if not same and OUTPUT_MARK not in os.path.basename(path):
                 problems += [deleted_meanwhile(path)] if _is_gone(path) else error.problems
-    strange = dict(_find_strange(shards))
-    return [shard for shard in shards if shard.source not in strange], [
-        *problems,
-        *(problem for lines in strange.values() for problem in lines),
-    ]
+            continue
+        with collecting(problems):
+            if folder not in markers:
+                markers[folder] = find_marker(folder)
+            marker = markers[folder]
+            if marker and name in marker.files:
+                check_marker(shard, marker)
+            shards.append(shard)
+    return shards, problems
 
 
 def _is_gone(path: str) -> bool:
     """Whether a local file that was found is not there any more, nor a marker that lists it."""
-    return not (is_url(path) or os.path.lexists(path) or has_marker(split_path(path)[0]))
-
-
-def _find_strange(shards: Sequence[Shard]) -> Iterator[tuple[str, list[str]]]:
-    """Yield every shard that the marker of its step lists as another one, with the problems."""
-    markers: dict[str, Marker | None] = {}
-    for shard in shards:
-        folder, name = split_path(shard.source)
-        try:
-            if folder not in markers:
-                markers[folder] = read_marker_file(folder) if has_marker(folder) else None
-            marker = markers[folder]
-            if marker and name in marker.files:
-                raise_if(find_marker_problems(shard, marker))
-        except CheckpointError as error:
-            yield shard.source, error.problems
+    left = (path, os.path.join(os.path.dirname(path), MARKER))
+    return not (is_url(path) or any(map(os.path.lexists, left)))
 
 
 def open_shard(path: str, storage: Storage | None = None, like: Shard | None = None) -> Shard:
@@ -325,10 +319,6 @@ def open_shard(path: str, storage: Storage | None = None, like: Shard | None = N
         return open_remote_torch(path)
     path = full_path(path)
     if os.path.exists(os.path.join(path, DCP_METADATA)):
-        from xla_fsdp.checkpoint.convert.dcp_files import (
-            import_dcp,  # imports much of torch.distributed
-        )
-
         return import_dcp(path)
     if path.endswith(SAFETENSORS):
         return open_safetensors(LocalFile(path), path, like)
@@ -353,11 +343,7 @@ def merge_shards(
 
 
 def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -> FilesJob:
-    """Return the job that writes the merged shards.
-
-    Raises:
-        CheckpointError: if names, dtypes or the kind of file do not fit the model.
-    """
+    """Return the job that writes the merged shards."""
     save_path = full_path(save_path)
     full, verifiers = merge_shards(shards, optimizer=options.optimizer, rules=options.rules)
     if options.only:
@@ -381,7 +367,7 @@ def plan_merge(shards: Sequence[Shard], save_path: str, options: MergeOptions) -
 
 
 def _dcp_output(path: str, content: Mapping[str, Any], layout: Layout) -> Output:
-    from xla_fsdp.checkpoint.convert.dcp_files import DcpOutput  # imports much of torch.distributed
+    from xla_fsdp.checkpoint.convert.dcp_output import DcpOutput  # imports much of torch
 
     return DcpOutput(path.rstrip(os.sep), content, layout.max_shard_size)
 
@@ -389,13 +375,6 @@ def _dcp_output(path: str, content: Mapping[str, Any], layout: Layout) -> Output
 def load_model(full: FullCheckpoint) -> OrderedDict[str, Any]:
     """Read the full state dict into CPU memory; tied names share one tensor."""
     return OrderedDict(convert_tensors(full.model, TensorSource.load))
-
-
-def _run_of(source: str) -> str | None:
-    """Return the directory of the run that a file of a step is in; None of any other file."""
-    folder, _ = split_path(source)
-    above, name = split_path(folder)
-    return above if is_step_folder(name) and has_marker(folder) else None
 
 
 def _find_path_problems(
@@ -409,8 +388,9 @@ def _find_path_problems(
         return [f"{output}: holds the shard files, and would be replaced; choose another save_path"]
     if is_step_file(split_path(output)[1]):
         return [f"{output}: has the name of a file of a run or a step; choose another save_path"]
-    for run in {_run_of(path) for path in sources} - {None}:
-        if f"{os.path.realpath(output)}/".startswith(f"{os.path.realpath(str(run))}/"):
+    folders = {split_path(split_path(path)[0]) for path in sources}
+    for run in {above for above, name in folders if is_step_folder(name)}:
+        if f"{os.path.realpath(output)}/".startswith(f"{os.path.realpath(run)}/"):
             return [
                 f"{output}: is in the directory of the run, {run}, which holds only "
                 f"what save_checkpoint writes; choose a save_path beside it, such as "

@@ -1,8 +1,5 @@
-"""Read and write directories of ``torch.distributed.checkpoint`` (DCP), without a process group.
-
-Written names are those of FSDP2's ``get_state_dict`` under ``model`` and ``optim``, so ``dcp.load``
-and ``set_state_dict`` load them on any number of ranks; every name of a tied tensor has its own
-copy. A directory is read as the shard of the only rank, to be merged or resharded.
+"""Read directories of ``torch.distributed.checkpoint`` (DCP), without a process group: as the shard
+of the only rank, to be merged or resharded.
 
 Invariants: loading runs no code: of the pickle ``.metadata`` only DCP's own classes are accepted,
 and none of them is called; no path leads out of the directory. What is read is
@@ -15,30 +12,18 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
 import re
-import secrets
 import zipfile
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._traverse import traverse_state_dict
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from xla_fsdp.checkpoint.convert.reshard import shard_of
 from xla_fsdp.checkpoint.errors import (
@@ -48,13 +33,11 @@ from xla_fsdp.checkpoint.errors import (
     dtype_named,
     item,
     listed,
-    prefixed,
+    naming,
     raise_if,
     shown,
     typed,
 )
-from xla_fsdp.checkpoint.files.copying import CopyTask
-from xla_fsdp.checkpoint.files.outputs import Output
 from xla_fsdp.checkpoint.files.pickle_values import Global, Keys, Object, read_pickle
 from xla_fsdp.checkpoint.files.tensor_source import (
     LocalFile,
@@ -65,7 +48,12 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     read_bytes,
     read_small_file,
 )
-from xla_fsdp.checkpoint.files.torch_file import Bytes, read_records, read_torch, write_skeleton
+from xla_fsdp.checkpoint.files.torch_file import (
+    Bytes,
+    is_known,
+    read_records,
+    read_torch,
+)
 from xla_fsdp.checkpoint.format.codec import json_value
 from xla_fsdp.checkpoint.format.records import (
     GroupRecord,
@@ -78,126 +66,16 @@ from xla_fsdp.checkpoint.format.records import (
     state_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import DCP_METADATA, Shard
-from xla_fsdp.checkpoint.steps.step_directory import is_step_file
 from xla_fsdp.distributed.shard_layout import LANES
 
-ITEM = 1 << 26  # bytes of a part of a tensor, or one row of dim 0, if that is larger
-
-_PRIME = (1 << 127) - 1
 _END_MAGIC = b"PK\x05\x06"  # of the last 22 bytes of a zip archive without a comment
 
 
-@dataclass(frozen=True)
-class DcpOutput(Output):
-    """A directory, whose parent exists.
-
-    Args:
-        path: of the directory, without a slash at its end.
-        content: nested dicts and lists, with a ``TensorSource`` in place of each tensor.
-        limit: bytes of a file of tensors, after which the next one begins.
-    """
-
-    path: str
-    content: Mapping[str, Any]
-    limit: int
-    is_directory = True
-
-    @property
-    def nbytes(self) -> int:
-        return sum(v.spec.nbytes for _, v in self._leaves() if isinstance(v, TensorSource))
-
-    def irreplaceable(self) -> list[str]:
-        if not os.path.isdir(self.path):
-            return []
-        with os.scandir(self.path) as entries:
-            strange = sorted(
-                each.name
-                for each in entries
-                if not each.is_file(follow_symlinks=False) or is_step_file(each.name)
-            )
-        return [
-            f"{self.path}: holds {name}, which is no regular file or belongs to a run, and the "
-            f"whole directory would be replaced; choose another save_path"
-            for name in strange[:1]
-        ]
-
-    def begin(self, temporary: str) -> list[CopyTask]:
-        os.makedirs(temporary, exist_ok=True)
-        tasks: list[CopyTask] = []
-        metadata = Metadata({}, {}, {}, version=CURRENT_DCP_VERSION)
-        number = at = 0
-        for path, value in self._leaves():
-            name = ".".join(map(str, path))
-            if name in metadata.planner_data:
-                raise CheckpointError(f"{self.path}: two of its values get the name {name}")
-            metadata.planner_data[name] = path
-            metadata.state_dict_metadata[name], parts = _described(name, value)
-            for index, part in parts:
-                if at >= self.limit:
-                    number, at = number + 1, 0
-                file = f"__0_{number}.distcp"
-                tasks += write_skeleton(part, os.path.join(temporary, file), at)
-                start, at = at, os.path.getsize(os.path.join(temporary, file))
-                metadata.storage_data[index] = _StorageInfo(file, start, at - start)
-        with open(os.path.join(temporary, DCP_METADATA), "wb") as out:
-            pickle.dump(metadata, out)
-        return tasks
-
-    def _leaves(self) -> list[tuple[tuple[Any, ...], Any]]:
-        """Return every tensor and value with its keys, as DCP divides nested dicts and lists."""
-        leaves: list[tuple[tuple[Any, ...], Any]] = []
-        traverse_state_dict(
-            dict(self.content),
-            lambda path, value: leaves.append((path, value)),
-            lambda value: isinstance(value, TensorSource),
-        )
-        return leaves
-
-
-def _described(name: str, value: Any) -> tuple[Any, list[tuple[MetadataIndex, Any]]]:
-    """Return DCP's description of an entry, and its items: parts of a tensor of about ``ITEM``
-    bytes, as whoever reads one has it in memory."""
-    if not isinstance(value, TensorSource):
-        return BytesStorageMetadata(), [(MetadataIndex(name), value)]
-    entry = TensorStorageMetadata(TensorProperties(value.dtype), torch.Size(value.shape), [])
-    rows, *more = value.shape or (1,)
-    row = math.prod(more)
-    step = max(1, rows if value.spec.nbytes <= ITEM else ITEM * rows // value.spec.nbytes)
-    items: list[tuple[MetadataIndex, Any]] = []
-    for first in range(0, max(rows, 1), step):
-        count = min(step, rows - first)
-        offsets = (first, *[0] * len(more))[: len(value.shape)]
-        shape = (count, *more)[: len(value.shape)]
-        entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
-        data = value.elements(first * row, (first + count) * row)
-        part = TensorSource(TensorSpec(value.dtype, shape), data)
-        items.append((MetadataIndex(name, offsets, len(items)), part))
-    return entry, items
-
-
-# ---------------------------------------------------------------- reading
-
-
 _METADATA = "torch.distributed.checkpoint.metadata."
-_KNOWN = {  # in DCP's metadata, beside dtypes
-    "torch.Size",
-    "torch.serialization._get_layout",
-    *(
-        f"pathlib.{inside}{pure}{system}Path"  # where Python 3.13 and the others have them
-        for inside in ("", "_local.")
-        for pure in ("", "Pure")
-        for system in ("", "Posix", "Windows")
-    ),
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    _METADATA + "BytesStorageMetadata",
-    _METADATA + "ChunkStorageMetadata",
-    _METADATA + "Metadata",
-    _METADATA + "MetadataIndex",
-    _METADATA + "StorageMeta",
-    _METADATA + "TensorProperties",
-    _METADATA + "TensorStorageMetadata",
-    _METADATA + "_MEM_FORMAT_ENCODING",
-}
+_KNOWN = re.compile(  # beside what tensors are made of; Python 3.13 has paths in _local
+    r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path"
+    r"|torch\.distributed\.checkpoint\.(filesystem\._StorageInfo|metadata\.\w+)"
+)
 MAX_METADATA = 1 << 31  # bytes of ``.metadata``
 MAX_PATH = 64  # nested keys of an entry
 
@@ -245,195 +123,138 @@ class _Metadata:
 
 
 def import_dcp(directory: str) -> Shard:
-    """Return a DCP directory as the shard of a single rank.
-
-    Args:
-        directory: saved from ``{"model": ..., "optim": ...}`` with FSDP2's ``get_state_dict``, or
-            from a model's state dict alone.
-
-    Raises:
-        CheckpointError: with every problem found.
-    """
-    try:
-        return _imported(directory)
-    except CheckpointError as error:
-        raise prefixed(error, directory) from error
-
-
-def _imported(directory: str) -> Shard:
-    reader = _Reader(directory)
-    entries = dict(_entries(reader))
-    of_optimizer, beside = reader, _optimizer_beside(directory)
-    if beside is not None and not any(kind == OPTIM for kind, _, _ in entries):
-        of_optimizer = _Reader(beside)
-        entries |= {n: t for n, t in _entries(of_optimizer) if n[0] == OPTIM}
-    model = {name: source for (kind, name, _), source in entries.items() if kind == "model"}
-    if not model:
-        raise CheckpointError(
-            f"holds no model; expected names that begin with 'model.' (of accelerate, give the "
-            f"directory pytorch_model_fsdp_0, not optimizer_0), found "
-            f"{listed(map(shown, sorted(reader.metadata.tensors)), len(reader.metadata.tensors))}"
-        )
-    shard = _shard(directory, model, _Optimizer(of_optimizer, entries))
-    return replace(shard, left_behind=_left_behind({reader, of_optimizer}))
+    """Return a DCP directory, saved from ``{"model": ..., "optim": ...}`` with FSDP2's
+    ``get_state_dict`` or from a model's state dict alone, as the shard of a single rank."""
+    with naming(directory):
+        reader = of_optimizer = _Reader(directory)
+        entries, beside = reader.sources(), _optimizer_beside(directory)
+        if beside is not None and not any(path[0] == OPTIM for path in entries):
+            of_optimizer = _Reader(beside)
+            entries |= {p: t for p, t in of_optimizer.sources().items() if p[0] == OPTIM}
+        model = {path[1]: source for path, source in entries.items() if path[0] == MODEL}
+        if not model:
+            names = sorted(reader.metadata.tensors)
+            raise CheckpointError(
+                f"holds no model; expected names that begin with 'model.' (of accelerate, give "
+                f"the directory pytorch_model_fsdp_0, not optimizer_0), found "
+                f"{listed(map(shown, names), len(names))}"
+            )
+        left = [name for each in {reader, of_optimizer} for name in each.left_behind()]
+        states = {path[2:]: t for path, t in entries.items() if path[0] == OPTIM}
+        shard = _shard(directory, model, of_optimizer, states)
+        return replace(shard, left_behind=tuple(dict.fromkeys(left)))
 
 
 def _optimizer_beside(directory: str) -> str | None:
     """Return the directory that accelerate writes for the optimizer beside that of a model."""
     above, name = os.path.split(directory.rstrip(os.sep))
-    match = _ACCELERATE.fullmatch(name)
+    match = re.fullmatch(r"pytorch_model_fsdp_(\d+)", name)
     beside = os.path.join(above, f"optimizer_{match[1]}") if match else ""
     return beside if os.path.exists(os.path.join(beside, DCP_METADATA)) else None
 
 
-_ACCELERATE = re.compile(r"pytorch_model_fsdp_(\d+)")
-
-
-def _left_behind(readers: Iterable[_Reader]) -> tuple[str, ...]:
-    """Return all entries that are not read; those beside model and optimizer by their first key."""
-    left = []
-    for reader in readers:
-        for entry in (*reader.metadata.tensors, *reader.metadata.values):
-            path = reader.path_of(entry)
-            is_model = path[0] == MODEL
-            if (is_model and entry in reader.metadata.values) or not (_name(path) or _option(path)):
-                left.append(entry if is_model or path[0] == OPTIM else path[0])
-    return tuple(shown(key)[1:-1] for key in dict.fromkeys(left))
-
-
 MODEL, OPTIM, APP = "model", "optim", "app"
+STATE, GROUPS = (OPTIM, "state"), (OPTIM, "param_groups")
 NAMES = {  # of others: of Lightning, and of torchtitan and accelerate
     "state_dict": MODEL,
     "optimizer": OPTIM,
     "optimizer_0": OPTIM,
 }
 
-Name = tuple[str, str, str]  # ("model", name, "") or ("optim", parameter, state)
+Path = tuple[Any, ...]
+"""Keys of an entry in nested dicts: ``("model", name)``, ``("optim", "state", parameter, state)``,
+or ``("optim", "param_groups", index of a group or name of a parameter, option)``."""
 
 
-def _entries(reader: _Reader) -> Iterator[tuple[Name, TensorSource]]:
-    found: dict[Name, str] = {}
-    for entry, tensor in reader.metadata.tensors.items():
-        name = _name(reader.path_of(entry))
-        if name is not None:
-            if (other := found.setdefault(name, entry)) != entry:
-                raise CheckpointError(f"{shown(entry)} and {shown(other)} are one tensor's names")
-            yield name, reader.source(entry, tensor)
-
-
-def _inner(path: tuple[Any, ...]) -> tuple[Any, ...]:
+def _path(keys: Path) -> Path:
     """Return the keys of an entry as those of ``{"model": ..., "optim": ...}``: torch's tutorial
-    has another dict around these, and others have other names."""
-    if path[0] == APP and len(path) > 1:
-        path = path[1:]
-    return (NAMES.get(path[0], path[0]), *path[1:]) if len(path) > 1 else path
-
-
-def _name(path: tuple[Any, ...]) -> Name | None:
-    if path[0] == MODEL and len(path) == 2:
-        return MODEL, str(path[1]), ""
-    if (of := _of_optimizer(path, "state")) is not None:
-        return OPTIM, str(of[0]), str(of[1])
-    return None
-
-
-def _option(path: tuple[Any, ...]) -> tuple[Any, str] | None:
-    """Return the number of a group, or of flatten_optimizer_state_dict=True the name of a
-    parameter, and an option of it, if that is what an entry is."""
-    return _of_optimizer(path, "param_groups")
-
-
-def _of_optimizer(path: tuple[Any, ...], what: str) -> tuple[Any, str] | None:
-    if path[:2] == (OPTIM, what) and len(path) == 4:
-        return path[2], path[3]
-    if path[0] == OPTIM and len(path) == 2 and str(path[1]).startswith(f"{what}."):
+    has another dict around these, others have other names, and an optimizer may be flat."""
+    if keys[0] == APP and len(keys) > 1:
+        keys = keys[1:]
+    if len(keys) == 1:
+        return keys
+    keys = (NAMES.get(keys[0], keys[0]), *keys[1:])
+    if keys[0] == OPTIM and len(keys) == 2:
+        what, _, of = str(keys[1]).partition(".")
         # The name of a state or an option has no dots, a parameter's may.
-        name, _, last = str(path[1]).removeprefix(f"{what}.").rpartition(".")
-        return name, last
-    return None
+        name, _, last = of.rpartition(".")
+        keys = (OPTIM, what, name, last)
+    return keys if keys[:2] == GROUPS else tuple(map(str, keys))
 
 
-class _Optimizer:
-    """The optimizer in a DCP directory: sources of its tensors, and its groups and values."""
-
-    def __init__(self, reader: _Reader, entries: Mapping[Name, TensorSource]) -> None:
-        self.tensors = {
-            (name, state): source
-            for (kind, name, state), source in entries.items()
-            if kind == OPTIM
-        }
-        self.groups: dict[int, dict[str, Any]] = defaultdict(dict)
-        self.values: dict[str, dict[str, Any]] = defaultdict(dict)
-        self._options: dict[str, dict[str, Any]] = defaultdict(dict)
-        for entry in (*reader.metadata.tensors, *reader.metadata.values):
-            path = reader.path_of(entry)
-            if (option := _option(path)) is not None:
-                typed(option[0], int if len(path) == 4 else str, f"the group in {shown(entry)}")
-                of = self.groups if len(path) == 4 else self._options
-                of[option[0]][option[1]] = reader.value(entry)
-            elif (name := _name(path)) and name[0] == OPTIM and entry in reader.metadata.values:
-                self.values[name[1]][name[2]] = reader.value(entry)
-        for parameter, options in self._options.items():  # those of equal options were one group
-            own = {**options, "params": 0}
-            alike = (g for g in self.groups.values() if {**g, "params": 0} == own)
-            group = next(alike, None) or {**options, "params": []}
-            if not group["params"]:
-                self.groups[len(self.groups)] = group
-            group["params"].append(parameter)
-
-    def state(self, records: Mapping[str, ParamRecord]) -> OptimizerState | None:
-        """Return the optimizer's state; tensors of their parameter's shape have kind ``SHARD``.
-
-        Args:
-            records: of the parameters, by name.
-        """
-        if not self.tensors and not self.groups:
-            return None
-        states: dict[str, dict[str, StateEntry]] = defaultdict(dict)
-        for (name, state), source in self.tensors.items():
-            record = records.get(name)
-            if record is not None and source.shape == record.members[0].shape:
-                shard = shard_of(record, [source], 0, 1)
-                states[name][state] = StateEntry(StateKind.SHARD, shard)
-            else:
-                states[name][state] = StateEntry(StateKind.DEVICE, source)
-        for name, entries in states.items():
-            values = json_value(self.values.get(name, {}), f"optim.{name}")
-            entries |= {
-                state: StateEntry(StateKind.VALUE, value) for state, value in values.items()
-            }
-        groups = tuple(self._group(i) for i in sorted(self.groups))
-        return OptimizerState(groups or (GroupRecord(tuple(states), {}),), dict(states))
-
-    def _group(self, index: int) -> GroupRecord:
-        options = dict(self.groups[index])
-        params = options.pop("params", [])
-        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
-            raise CheckpointError(
-                f"optim.param_groups.{index}.params holds no names; save get_optimizer_state_dict("
-                f"model, optimizer) of torch.distributed.checkpoint.state_dict, or the model alone"
-            )
-        return GroupRecord(tuple(params), json_value(options, f"optim.param_groups.{index}"))
+def _is_read(path: Path, is_tensor: bool) -> bool:
+    of_optimizer = path[:2] in (STATE, GROUPS) and len(path) == 4
+    return of_optimizer or (path[0] == MODEL and len(path) == 2 and is_tensor)
 
 
-def _shard(directory: str, model: Mapping[str, TensorSource], optimizer: _Optimizer) -> Shard:
-    trained = {name for name, _ in optimizer.tensors} & model.keys()
+def _shard(
+    directory: str,
+    model: Mapping[str, TensorSource],
+    reader: _Reader,
+    states: Mapping[Path, TensorSource],
+) -> Shard:
+    """Return the shard of a model, and of the optimizer of ``reader`` with tensors ``states``."""
+    trained = {name for name, _ in states} & model.keys()
     params = trained or {name for name, t in model.items() if t.dtype.is_floating_point}
     records = {
         name: ParamRecord(name, dtype_name(t.dtype), LANES, (MemberRecord(name, t.shape),))
         for name, t in model.items()
         if name in params
     }
-    state = optimizer.state(records)
+    state = _optimizer_state(reader, states, records)
+    tensors = {} if state is None else state.tensors()
     record = None if state is None else state.record()
-    states = {} if state is None else state.tensors()
     return Shard(
         directory,
         {n: shard_of(records[n], [t], 0, 1) if n in params else t for n, t in model.items()},
         ShardMetadata(0, 1, tuple(records.values()), optimizer=record).to_dict(),
-        {state_name(name, what): t for name, each in states.items() for what, t in each.items()},
+        {state_name(name, what): t for name, each in tensors.items() for what, t in each.items()},
         verified=True,
     )
+
+
+def _optimizer_state(
+    reader: _Reader, tensors: Mapping[Path, TensorSource], records: Mapping[str, ParamRecord]
+) -> OptimizerState | None:
+    """Return the optimizer's state; tensors of their parameter's shape have kind ``SHARD``."""
+    states: dict[str, dict[str, StateEntry]] = defaultdict(dict)
+    for (name, state), source in tensors.items():
+        record = records.get(name)
+        if record is not None and source.shape == record.members[0].shape:
+            shard = shard_of(record, [source], 0, 1)
+            states[name][state] = StateEntry(StateKind.SHARD, shard)
+        else:
+            states[name][state] = StateEntry(StateKind.DEVICE, source)
+    groups: dict[int, dict[str, Any]] = defaultdict(dict)
+    of_parameters: dict[str, dict[str, Any]] = defaultdict(dict)
+    for entry, path in reader.paths.items():
+        if path[:2] == GROUPS and len(path) == 4:
+            of: Any = of_parameters if isinstance(path[2], str) else groups
+            of[path[2]][path[3]] = reader.value(entry)
+        elif path[:2] == STATE and len(path) == 4 and entry in reader.metadata.values:
+            value = json_value(reader.value(entry), f"optim.{path[2]}.{path[3]}")
+            states[path[2]][path[3]] = StateEntry(StateKind.VALUE, value)
+    for parameter, options in of_parameters.items():  # those of equal options were one group
+        own = {**options, "params": 0}
+        alike = (group for group in groups.values() if {**group, "params": 0} == own)
+        group = next(alike, None) or {**options, "params": []}
+        if not group["params"]:
+            groups[len(groups)] = group
+        group["params"].append(parameter)
+    if not states and not groups:
+        return None
+    made = tuple(_group(index, groups[index]) for index in sorted(groups))
+    return OptimizerState(made or (GroupRecord(tuple(states), {}),), dict(states))
+
+
+def _group(index: int, options: dict[str, Any]) -> GroupRecord:
+    params = options.pop("params", [])
+    if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+        raise CheckpointError(
+            f"optim.param_groups.{index}.params holds no names; save get_optimizer_state_dict("
+            f"model, optimizer) of torch.distributed.checkpoint.state_dict, or the model alone"
+        )
+    return GroupRecord(tuple(params), json_value(options, f"optim.param_groups.{index}"))
 
 
 class _Reader:
@@ -443,60 +264,73 @@ class _Reader:
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.metadata = _checked_metadata(directory)
-        self._paths = {
-            e: _inner(self._keys(e)) for e in (*self.metadata.tensors, *self.metadata.values)
+        of_entries = self.metadata.paths
+        self.paths = {
+            name: _path(of_entries.get(name) or tuple(name.split(".", 1)))
+            for name in (*self.metadata.tensors, *self.metadata.values)
         }
-        if not any(path[0] == MODEL and len(path) > 1 for path in self._paths.values()):
+        if not any(path[0] == MODEL and len(path) > 1 for path in self.paths.values()):
             # A model by itself, with other things beside its tensors.
-            self._paths = {e: p if len(p) > 1 else (MODEL, *p) for e, p in self._paths.items()}
+            self.paths = {e: p if len(p) > 1 else (MODEL, *p) for e, p in self.paths.items()}
         self._lock = Lock()
         self._last: tuple[str, Tensor] | None = None
 
-    def path_of(self, entry: str) -> tuple[Any, ...]:
-        """Return the nested keys of an entry, as in ``{"model": ..., "optim": ...}``."""
-        return self._paths[entry]
+    def sources(self) -> dict[Path, TensorSource]:
+        """Return the tensors of the model and of the optimizer's state."""
+        found: dict[Path, str] = {}
+        for entry in self.metadata.tensors:
+            path = self.paths[entry]
+            if not _is_read(path, True) or path[:2] == GROUPS:
+                continue
+            if (other := found.setdefault(path, entry)) != entry:
+                raise CheckpointError(f"{shown(entry)} and {shown(other)} are one tensor's names")
+        return {path: self.source(entry) for path, entry in found.items()}
 
-    def _keys(self, entry: str) -> tuple[Any, ...]:
-        return self.metadata.paths.get(entry) or tuple(entry.split(".", 1))
+    def left_behind(self) -> list[str]:
+        """Return all entries that are not read; those beside model and optimizer by their first
+        key."""
+        return [
+            shown(entry if path[0] in (MODEL, OPTIM) else path[0])[1:-1]
+            for entry, path in self.paths.items()
+            if not _is_read(path, entry in self.metadata.tensors)
+        ]
 
-    def source(self, entry: str, tensor: _Tensor) -> TensorSource:
-        make = partial(self.tensor, entry, tensor)  # which verifies what it reads
-        data = TensorBytes(tensor.spec.nbytes, make, remember=False)
-        return TensorSource(tensor.spec, data, identity=(self.directory, entry))
+    def source(self, entry: str) -> TensorSource:
+        spec = self.metadata.tensors[entry].spec
+        make = partial(self._tensor, entry)  # which verifies what it reads
+        data = TensorBytes(spec.nbytes, make, remember=False)
+        return TensorSource(spec, data, identity=(self.directory, entry))
 
-    def tensor(self, entry: str, tensor: _Tensor) -> Tensor:
+    def _tensor(self, entry: str) -> Tensor:
         """Read a tensor; the last one stays in memory, as it is copied chunk by chunk."""
         with self._lock:
             if self._last is None or self._last[0] != entry:
                 self._last = None
-                self._last = entry, self._assembled(entry, tensor)
+                self._last = entry, self._assembled(entry, self.metadata.tensors[entry])
             return self._last[1]
 
     def value(self, entry: str) -> Any:
         """Return a value, with numbers in place of tensors of one element, as a learning rate may
         be one."""
-        tensor = self.metadata.tensors.get(entry)
-        found = self._item((entry, None)) if tensor is None else self.source(entry, tensor)
+        is_tensor = entry in self.metadata.tensors
+        found = self.source(entry) if is_tensor else self._item((entry, None))
         return convert_tensors(found, lambda s: s.load().item() if math.prod(s.shape) == 1 else s)
-
-    def part(self, entry: str, tensor: _Tensor, chunk: _Box) -> TensorSource:
-        """Return a part of a tensor, in memory."""
-        part = self._item((entry, chunk.offsets))
-        expected = TensorSpec(tensor.spec.dtype, chunk.sizes)
-        if not isinstance(part, TensorSource) or part.spec != expected:
-            found = part.spec if isinstance(part, TensorSource) else type(part).__name__
-            raise CheckpointError(
-                f"{self.directory}: {entry} is {found} in its file, but {expected} in "
-                f"{DCP_METADATA}"
-            )
-        return part
 
     def _assembled(self, entry: str, tensor: _Tensor) -> Tensor:
         whole = torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype)
-        for chunk in tensor.chunks:
-            ends = zip(chunk.offsets, chunk.sizes, strict=True)
-            at = tuple(slice(start, start + size) for start, size in ends)
-            whole[at] = self.part(entry, tensor, chunk).load()
+        filled = torch.zeros(tensor.spec.shape, dtype=torch.bool)
+        for offsets, sizes in tensor.chunks:
+            part, expected = self._item((entry, offsets)), TensorSpec(tensor.spec.dtype, sizes)
+            if not isinstance(part, TensorSource) or part.spec != expected:
+                found = part.spec if isinstance(part, TensorSource) else type(part).__name__
+                raise CheckpointError(
+                    f"{self.directory}: {entry} is {found} in its file, but {expected} in "
+                    f"{DCP_METADATA}"
+                )
+            at = tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))
+            whole[at], filled[at] = part.load(), True
+        if not filled.all():
+            raise CheckpointError(f"{self.directory}: the parts of {entry} do not fill it exactly")
         return whole
 
     def _item(self, index: Index) -> Any:
@@ -529,22 +363,17 @@ def _loaded(item: bytes) -> Any:
 
 def _checked_metadata(directory: str) -> _Metadata:
     path = os.path.join(directory, DCP_METADATA)
-    try:
+    with naming(path):
         data = io.BytesIO(read_small_file(path, MAX_METADATA))
-        metadata = _metadata(read_pickle(data, lambda name: name in _KNOWN or _is_dtype(name)))
+        try:
+            read = read_pickle(data, lambda name: bool(_KNOWN.fullmatch(name)) or is_known(name))
+            metadata = _metadata(read)
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:  # a damaged pickle can make Python raise anything
+            raise CheckpointError("truncated, or not DCP's metadata") from error
         raise_if(list(_problems(metadata, directory)))
-    except CheckpointError as error:
-        raise prefixed(error, path) from error
-    except MemoryError:
-        raise
-    except Exception as error:  # a damaged pickle can make Python raise anything
-        raise CheckpointError(f"{path}: truncated, or not DCP's metadata") from error
-    return metadata
-
-
-def _is_dtype(name: str) -> bool:
-    module, _, dtype = name.rpartition(".")
-    return module == "torch" and isinstance(getattr(torch, dtype, None), torch.dtype)
+        return metadata
 
 
 def _metadata(value: Any) -> _Metadata:
@@ -650,7 +479,7 @@ def _problems(metadata: _Metadata, directory: str) -> Iterator[str]:
     expected: set[Index] = {(name, None) for name in metadata.values}
     for name, tensor in metadata.tensors.items():
         expected |= {(name, chunk.offsets) for chunk in tensor.chunks}
-        if not _tile(tensor.spec.shape, tensor.chunks):
+        if not _fill(tensor.spec.shape, tensor.chunks):
             yield f"the parts of {name} of shape {shown(tensor.spec.shape)} do not fill it exactly"
     for index in expected ^ metadata.items.keys():
         missing = "no item" if index in expected else "an item that belongs to no entry"
@@ -685,26 +514,11 @@ def _storage_problems(metadata: _Metadata, directory: str) -> Iterator[str]:
                 yield f"{first} and {second} have the same bytes of {name}"
 
 
-def _tile(shape: tuple[int, ...], chunks: Sequence[_Box]) -> bool:
-    """Return whether the chunks fill a tensor, and no two overlap.
-
-    The sum of x^i y^j ... over all elements (i, j, ...) of the chunks is that of the tensor as a
-    polynomial if, and only if, they do. It is compared at one random point modulo a prime, so that
-    the time is linear in the number of chunks; two different ones are equal there once in 2^60.
-    """
-    for start, size in chunks:
-        if not len(start) == len(size) == len(shape):
-            return False
-        if any(a + n > limit for a, n, limit in zip(start, size, shape, strict=True)):
-            return False
-    point = [secrets.randbelow(_PRIME - 2) + 2 for _ in shape]
-    power = lru_cache(partial(pow, mod=_PRIME))
-
-    def total(box: _Box) -> int:
-        """Return the sum over a box, times (x - 1) (y - 1) ..."""
-        product = 1
-        for x, start, size in zip(point, *box, strict=True):
-            product = product * (power(x, start + size) - power(x, start)) % _PRIME
-        return product
-
-    return sum(map(total, chunks)) % _PRIME == total(_Box((0,) * len(shape), shape))
+def _fill(shape: tuple[int, ...], chunks: Sequence[_Box]) -> bool:
+    """Return whether the chunks are in a tensor, with as many elements; that no two overlap is
+    seen when they are read."""
+    return sum(math.prod(sizes) for _, sizes in chunks) == math.prod(shape) and all(
+        len(start) == len(size) == len(shape)
+        and all(a + n <= limit for a, n, limit in zip(start, size, shape, strict=True))
+        for start, size in chunks
+    )

@@ -84,11 +84,7 @@ class Layout:
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes in a text such as ``"5GB"``, ``"200 MiB"`` or ``"1000"``.
-
-    Raises:
-        CheckpointError: if the text has another form or means less than one byte.
-    """
+    """Return the number of bytes in a text such as ``"5GB"``, ``"200 MiB"`` or ``"1000"``."""
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or (size := int(float(match[1]) * unit)) < 1:
@@ -108,13 +104,12 @@ def kind_of(path: str) -> Kind:
 
 
 def model_outputs(full: FullCheckpoint, path: str, kind: Kind, layout: Layout) -> list[Output]:
-    """Return the files for ``full`` at ``path``, in the order in which to give them their names.
-
-    Raises:
-        CheckpointError: if the kind of file cannot hold all values.
-    """
+    """Return the files for ``full`` at ``path``, in the order in which to give them their names."""
     if kind is Kind.TORCH:
-        return [TorchOutput(path, _torch_content(full))]
+        content: dict[str, Any] = {"model": dict(full.model)}
+        if full.optimizer is not None:
+            content["optimizer"] = optimizer_content(full.optimizer)
+        return [TorchOutput(path, content)]
     raise_if(
         [
             f"{name} is a {type(value).__name__}, no tensor: safetensors cannot hold it. Write a "
@@ -142,13 +137,6 @@ def older_files(outputs: Sequence[Output], path: str, kind: Kind) -> list[str]:
         found = [os.path.join(path, name) for name in names if _FILE.fullmatch(name)]
     new = {output.path for output in outputs}
     return [path for path in found if path not in new]
-
-
-def _torch_content(full: FullCheckpoint) -> dict[str, Any]:
-    content: dict[str, Any] = {"model": dict(full.model)}
-    if full.optimizer is not None:
-        content["optimizer"] = optimizer_content(full.optimizer)
-    return content
 
 
 def optimizer_content(optimizer: OptimizerState) -> dict[str, Any]:
@@ -188,7 +176,9 @@ def _all_files(
     full: FullCheckpoint, model: str, optimizer: str, layout: Layout
 ) -> Iterator[Output]:
     stored = {n: t for n, t in full.model.items() if layout.copy_ties or n not in full.ties}
-    aliases = {} if layout.copy_ties else _aliases(full)
+    # An alias may not overwrite another entry of the header's metadata.
+    reserved = full.ties if layout.copy_ties else ("format", CHECKSUMS, OPTIMIZER)
+    aliases = {alias: name for alias, name in full.ties.items() if alias not in reserved}
     yield from _files(model, stored, aliases, layout.max_shard_size)
     if full.optimizer is not None:
         tensors = {
@@ -198,12 +188,6 @@ def _all_files(
         }
         own = {OPTIMIZER: json.dumps(_described(full.optimizer))}
         yield from _files(optimizer, tensors, own, layout.max_shard_size)
-
-
-def _aliases(full: FullCheckpoint) -> dict[str, str]:
-    # An alias may not overwrite another entry of the header's metadata.
-    reserved = ("format", CHECKSUMS, OPTIMIZER)
-    return {alias: name for alias, name in full.ties.items() if alias not in reserved}
 
 
 def _described(optimizer: OptimizerState) -> dict[str, Any]:
@@ -273,11 +257,7 @@ class Rule:
 
 
 def parse_rule(text: str) -> Rule:
-    """Return the rule that is written as ``"OLD=NEW"``; NEW may be empty.
-
-    Raises:
-        CheckpointError: if the text has another form.
-    """
+    """Return the rule that is written as ``"OLD=NEW"``; NEW may be empty."""
     old, equals, new = text.partition("=")
     if not equals or not old:
         raise CheckpointError(f"--key_map {text!r} must be OLD=NEW, such as module.= or a.=b.")
@@ -302,12 +282,11 @@ def renamed(plan: MergePlan, rules: Sequence[Rule]) -> MergePlan:
 
 
 def new_names(old_names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
-    """Return the new name for each old one; the first rule whose prefix a name has applies.
-
-    Raises:
-        CheckpointError: if two names become one, one becomes empty, or a rule fits no name.
-    """
-    names = {name: _new_name(name, rules) for name in old_names}
+    """Return the new name for each old one; the first rule whose prefix a name has applies."""
+    names: dict[str, str] = {}
+    for name in old_names:
+        fitting = (r.new + name.removeprefix(r.old) for r in rules if name.startswith(r.old))
+        names[name] = next(fitting, name)
     problems = [
         f"key_map: {rule.old}={rule.new} fits no name of the model"
         for rule in rules
@@ -326,9 +305,6 @@ def restricted(full: FullCheckpoint, prefixes: Sequence[str]) -> FullCheckpoint:
     """Return the checkpoint with only those names that have one of the prefixes.
 
     Of tied names, the first that is left is the canonical one.
-
-    Raises:
-        CheckpointError: if a prefix fits no name.
     """
     check_prefixes(prefixes, full.model)
     left = [name for name in full.model if name.startswith(tuple(prefixes))]
@@ -364,11 +340,6 @@ def in_dtype(full: FullCheckpoint, dtype: torch.dtype) -> FullCheckpoint:
         return source.cast(dtype) if source.dtype.is_floating_point else source
 
     return replace(full, model=convert_tensors(full.model, cast))
-
-
-def _new_name(name: str, rules: Sequence[Rule]) -> str:
-    rule = next((rule for rule in rules if name.startswith(rule.old)), None)
-    return name if rule is None else rule.new + name.removeprefix(rule.old)
 
 
 def _renamed_optimizer(optimizer: OptimizerState, names: Mapping[str, str]) -> OptimizerState:

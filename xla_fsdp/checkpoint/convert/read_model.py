@@ -14,7 +14,7 @@ from xla_fsdp.checkpoint.convert.model_files import CHECKSUMS
 from xla_fsdp.checkpoint.errors import CheckpointError, listed, raise_if, shown
 from xla_fsdp.checkpoint.files.checksum import is_checksum
 from xla_fsdp.checkpoint.files.copying import verified
-from xla_fsdp.checkpoint.files.safetensors_file import METADATA_KEY, read_header, tensor_of
+from xla_fsdp.checkpoint.files.safetensors_file import METADATA_KEY, read_header
 from xla_fsdp.checkpoint.files.tensor_source import (
     LocalFile,
     RecentBlocks,
@@ -23,6 +23,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     read_small_file,
 )
 from xla_fsdp.checkpoint.files.torch_file import read_torch_file
+from xla_fsdp.checkpoint.format.alike_files import AlikeFile
 from xla_fsdp.checkpoint.format.shard_files import SAFETENSORS
 
 INDEX = ".index.json"
@@ -40,10 +41,6 @@ def open_model(path: str | os.PathLike[str]) -> dict[str, TensorSource]:
         path: of a ``.safetensors`` file; of a file of ``torch.save`` of a state dict, or of
             ``{"model": state_dict}``; of an index (``*.index.json``) of several such files; or of a
             directory with one of these, beside which there may be files of an optimizer.
-
-    Raises:
-        CheckpointError: if there is no such file, it cannot be read, or it holds no state dict; on
-            reading a tensor, if it is damaged.
     """
     where = full_path(path)
     if os.path.isdir(where):
@@ -125,9 +122,8 @@ def _of_safetensors(path: str) -> dict[str, TensorSource]:
         sound = False
     if not sound:
         raise CheckpointError(f"{path}: its {CHECKSUMS} are no checksums: its header is damaged")
-    return {
-        name: tensor_of(file, entry, checksums.get(name)) for name, entry in header.entries.items()
-    }
+    tensors = AlikeFile(path, file, header.entries, checksums)
+    return {name: tensors.tensor(name) for name in header.entries}
 
 
 def _of_torch(path: str) -> dict[str, TensorSource]:

@@ -116,13 +116,8 @@ class ReadPlan:
 
 
 class SourceCheckpoint:
-    """The files of all ranks of the old job, accessed by original names.
-
-    Args:
-        plan: for merging the shards.
-        shards: of every rank, in rank order.
-        own: rank whose unsharded tensors are read, and whose shards if the target needs the same.
-    """
+    """The files of all ranks of the old job, accessed by original names. Unsharded tensors are read
+    from rank ``own``, and its shards if the target needs the same."""
 
     def __init__(self, plan: MergePlan, shards: Sequence[Shard], own: int) -> None:
         self.plan = plan
@@ -154,7 +149,7 @@ class SourceCheckpoint:
             target.tensor_parts
         )
         layout = record.layout(target.world_size, target.tensor_parts)
-        same_length = math.prod(entry.shard_shape) == layout.shard_numel
+        same_length = entry.layout.shard_numel == layout.shard_numel
         return key if same_members and same_length else None
 
     def record(self, key: str) -> StateRecord | None:
@@ -192,19 +187,9 @@ def shard_of(
     world_size: int,
     parts: int = 1,
 ) -> TensorSource:
-    """Return a rank's shard as a vector, padded with zeros.
-
-    Args:
-        record: of the sharded entry.
-        sources: global tensor of each parameter in ``record``, in order, all of one dtype; None for
-            zeros. At least one is not None.
-        rank: of the shard.
-        world_size: number of ranks of all tensor-parallel parts.
-        parts: number of tensor-parallel parts.
-
-    Returns:
-        A source of shape ``(shard_numel,)``.
-    """
+    """Return a rank's shard as a vector, padded with zeros: of the global tensors of each parameter
+    of a record, all of one dtype, or None for zeros. ``world_size`` counts the ranks of all
+    parts."""
     layout = record.layout(world_size, parts)
     part, local_rank = divmod(rank, layout.num_shards)
     wanted = layout.slice_for(local_rank)

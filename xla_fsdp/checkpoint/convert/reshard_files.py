@@ -1,8 +1,7 @@
 """Plan shard files for another number of ranks, as a step that ``load_checkpoint`` reads.
 
-The new files have the same tensors under the same keys, so that a model with the same wrapping
-loads them; shards in torch_xla's format get one key per parameter. Values saved beside model and
-optimizer are copied from rank 0's file.
+The new files have one key per parameter, whatever was flattened or cut by tensor parallelism.
+Values saved beside model and optimizer are copied from rank 0's file.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import index
 from pathlib import Path
-from typing import Any
 
 from xla_fsdp.checkpoint.convert.reshard import (
     EVERYTHING,
@@ -32,13 +29,11 @@ from xla_fsdp.checkpoint.files.outputs import (
     SafetensorsOutput,
 )
 from xla_fsdp.checkpoint.files.safetensors_file import shard_file_metadata
-from xla_fsdp.checkpoint.files.storage import is_url, split_path
+from xla_fsdp.checkpoint.files.storage import split_path
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource, full_path
 from xla_fsdp.checkpoint.format.full_tensors import MergePlan
 from xla_fsdp.checkpoint.format.plan import make_plan
 from xla_fsdp.checkpoint.format.records import (
-    FORMAT,
-    VERSION,
     FileRecord,
     Marker,
     ParamRecord,
@@ -48,14 +43,9 @@ from xla_fsdp.checkpoint.format.records import (
     rank_file_name,
     state_name,
 )
-from xla_fsdp.checkpoint.format.shard_files import (
-    Shard,
-    has_marker,
-    read_marker_file,
-    verifying_shards,
-)
-from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, job_token
-from xla_fsdp.distributed.shard_layout import LANES, rows_layout, shard_multiple
+from xla_fsdp.checkpoint.format.shard_files import Shard, verifying_shards
+from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, find_marker, job_token
+from xla_fsdp.distributed.shard_layout import rows_layout, shard_multiple
 
 
 def plan_reshard(
@@ -95,9 +85,16 @@ def plan_reshard(
         ]
     )
     job, folder = job_token(), os.path.join(directory, Attempt(step).folder)
-    metadata = replace(_metadata_of(plan, first.metadata), step=step, job=job)
-    params = tuple(_for_ranks(record, world_size) for record in metadata.params)
-    metadata = replace(metadata, params=params, world_size=world_size)
+    names = plan.unsharded
+    metadata = ShardMetadata(
+        rank=0,
+        world_size=world_size,
+        params=tuple(_records(plan, world_size)),
+        ties=plan.ties,
+        buffers={names[key]: dtype_name(dtype) for key, dtype in plan.dtypes.items()},
+        step=step,
+        job=job,
+    )
     source = SourceCheckpoint(plan, same, 0)
     files = [
         _rank_output(source, replace(metadata, rank=rank), folder) for rank in range(world_size)
@@ -125,21 +122,23 @@ class MarkerOutput(BytesOutput):
 
 def step_of(shard: Shard) -> int:
     """Return the step of a shard file; 0 if it is not in a step's directory."""
-    source = shard.source if is_url(shard.source) else os.path.abspath(shard.source)
-    folder, _ = split_path(source)
-    if not has_marker(folder):
-        return 0
-    return read_marker_file(folder).step
+    marker = find_marker(split_path(full_path(shard.source))[0])
+    return 0 if marker is None else marker.step
 
 
 def _rank_output(
     source: SourceCheckpoint, metadata: ShardMetadata, folder: str
 ) -> SafetensorsOutput:
     """Return the file of a rank, of what this rank would load."""
-    unsharded = {name: source.tensors[name].shape for name in source.plan.unsharded.values()}
-    groups = None if metadata.optimizer is None else [g.params for g in metadata.optimizer.groups]
+    old, groups = source.plan, None
+    unsharded = {name: source.tensors[name].shape for name in old.unsharded.values()}
+    if old.optimizer is not None:
+        of_groups = [group.params for group in old.optimizer.groups]
+        groups = [[name for key in keys for name in old.names_of(key)] for keys in of_groups]
     plan = plan_read(source, LoadTarget(metadata, unsharded, groups), EVERYTHING)
     raise_if(plan.problems)
+    if plan.optimizer is not None:
+        metadata = replace(metadata, optimizer=plan.optimizer.record())
     records = {record.key: record for record in metadata.params}
     ranks = metadata.world_size
     tensors = {
@@ -151,10 +150,15 @@ def _rank_output(
             if entry.kind is not StateKind.VALUE:
                 record = records[key] if entry.kind is StateKind.SHARD else None
                 tensors[state_name(key, state)] = _in_rows(record, entry.value, ranks)
+
+    def header_metadata(checksums: Checksums) -> dict[str, str]:
+        own = replace(metadata, fingerprints=dict(checksums))
+        return shard_file_metadata(own, source.own.notes)
+
     return SafetensorsOutput(
         path=os.path.join(folder, rank_file_name(metadata.rank, ranks, "safetensors")),
         tensors={**tensors, **source.own.others},
-        metadata=partial(_header_metadata, metadata, source.own.notes),
+        metadata=header_metadata,
     )
 
 
@@ -167,56 +171,11 @@ def _in_rows(record: ParamRecord | None, shard: TensorSource, ranks: int) -> Ten
     return replace(shard, spec=replace(shard.spec, shape=(count, *row_shape)))
 
 
-def _header_metadata(
-    metadata: ShardMetadata, notes: Mapping[str, str], checksums: Checksums
-) -> dict[str, str]:
-    return shard_file_metadata(replace(metadata, fingerprints=dict(checksums)), notes)
-
-
-# ---------------------------------------------------------------- metadata
-
-
-def _metadata_of(plan: MergePlan, metadata: Mapping[str, Any]) -> ShardMetadata:
-    if metadata.get("format") == FORMAT:
-        own = ShardMetadata.from_dict(metadata)
-        return replace(
-            own,
-            params=tuple(_without_tensor_parallelism(record) for record in own.params),
-            version=VERSION,
-            groups=None,
-            global_rank=None,
-            optimizer=plan.optimizer,
-            tensor_parts=1,
-        )
-    names = plan.unsharded
-    return ShardMetadata(
-        rank=0,
-        world_size=plan.world_size,
-        params=tuple(_records(plan)),
-        buffers={names[key]: dtype_name(dtype) for key, dtype in plan.dtypes.items()},
-    )
-
-
-def _without_tensor_parallelism(record: ParamRecord) -> ParamRecord:
-    members = tuple(replace(member, tensor_dim=None) for member in record.members)
-    row = math.prod(members[0].shape[1:])
-    multiple = max(1, row) if record.by_rows else record.multiple
-    return replace(record, members=members, multiple=multiple, over_parts=False)
-
-
-def _for_ranks(record: ParamRecord, world_size: int) -> ParamRecord:
-    """Return the record that a model on ``world_size`` ranks has."""
-    shape = record.members[0].shape
-    if record.by_rows:
-        return replace(record, multiple=rows_layout(shape, world_size).multiple)
-    if [member.name for member in record.members] != [record.key]:
-        return record
-    return replace(record, multiple=shard_multiple(shape, world_size))
-
-
-def _records(plan: MergePlan) -> Iterator[ParamRecord]:
+def _records(plan: MergePlan, ranks: int) -> Iterator[ParamRecord]:
+    """Yield the record of each parameter of a model without tensor parallelism on so many ranks."""
     for entry in plan.sharded.values():
         by_rows = bool(entry.row_shape)
-        multiple = max(1, entry.row_numel) if by_rows else LANES
         for member in entry.members:
-            yield ParamRecord(member.name, dtype_name(entry.dtype), multiple, (member,), by_rows)
+            layout, own = rows_layout(member.shape, ranks), replace(member, tensor_dim=None)
+            multiple = layout.multiple if by_rows else shard_multiple(member.shape, ranks)
+            yield ParamRecord(member.name, dtype_name(entry.dtype), multiple, (own,), by_rows)

@@ -69,11 +69,7 @@ def whole_of(text: str, nbytes: int) -> int | None:
 
 
 def combine(parts: Iterable[tuple[int, int]]) -> int:
-    """Return the CRC-32 of concatenated parts.
-
-    Args:
-        parts: CRC-32 and number of bytes of each, in order.
-    """
+    """Return the CRC-32 of concatenated parts, from that and the number of bytes of each."""
     combined = 0
     for crc, length in parts:
         combined = _product(_power(length), combined) ^ crc

@@ -74,16 +74,8 @@ class Chunk:
 def copy(
     tasks: Sequence[CopyTask], *, threads: int, progress: Progress = lambda _: None
 ) -> list[list[int]]:
-    """Copy tensors into files that exist and have their final length.
-
-    Args:
-        tasks: tensors to copy, into any number of files.
-        threads: that read and write at the same time.
-        progress: called with the number of bytes of every copied chunk, from several threads.
-
-    Returns:
-        The CRC-32 of each block of each tensor.
-    """
+    """Copy tensors into files that exist and have their final length; return the CRC-32 of each
+    block of each tensor. ``progress`` is called from several threads."""
 
     def write(chunk: Chunk, buffer: memoryview) -> None:
         task = tasks[chunk.index]
@@ -189,12 +181,8 @@ class Verifier(Protocol):
     """Knows what was read of tensors, and whether it is damaged."""
 
     def problems(self, *, unread: bool) -> list[str]:
-        """Return one line for every damaged tensor.
-
-        Args:
-            unread: whether to check tensors too of which nothing was read (they are all padding,
-                or another rank's copies of unsharded tensors).
-        """
+        """Return one line for every damaged tensor; with ``unread`` also of those of which nothing
+        was read (they are all padding, or another rank's copies of unsharded tensors)."""
 
 
 class ChecksumVerifier:

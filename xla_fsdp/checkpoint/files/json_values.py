@@ -34,16 +34,9 @@ class Packed:
 
 
 def pack(value: Any, name: str) -> Packed:
-    """Convert ``value`` to JSON and tensors.
-
-    Args:
-        value: None, bool, int, float, str, tensor, numpy array or number, or a list, tuple, set,
-            frozenset, dict or Counter of these types.
-        name: of the value, for messages.
-
-    Raises:
-        CheckpointError: with one line for every part of ``value`` that has another type.
-    """
+    """Convert ``value``, called ``name`` in messages, to JSON and tensors: None, bool, int, float,
+    str, tensor, numpy array or number, or a list, tuple, set, frozenset, dict or Counter of
+    these."""
     packer = _Packer()
     json = packer.pack(value, name, 0)
     raise_if(packer.problems)
@@ -51,11 +44,7 @@ def pack(value: Any, name: str) -> Packed:
 
 
 def unpack(json: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the value that was packed.
-
-    Raises:
-        CheckpointError: if ``pack`` cannot have made ``json`` and ``tensors``.
-    """
+    """Return the value that was packed."""
     try:
         return _unpacked(json, tensors)
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_fsdp.checkpoint.errors import CheckpointError, failing, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, collecting, failing, raise_if
 from xla_fsdp.checkpoint.files.checksum import room_for, written
 from xla_fsdp.checkpoint.files.copying import (
     CopyTask,
@@ -180,17 +180,8 @@ def write_outputs(
     options: WriteOptions,
     verifiers: Sequence[Verifier] = (),
 ) -> None:
-    """Write all files, then give them their names, in this order.
-
-    Args:
-        outputs: files to write; missing directories are created.
-        options: how to write them.
-        verifiers: of the tensors that the outputs read.
-
-    Raises:
-        CheckpointError: if a file cannot be read or written, is damaged, or exists already. No
-            file has its final name then.
-    """
+    """Write all files, and missing directories, then give them their names, in this order. The
+    verifiers are of the tensors that the outputs read."""
     with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
         for folder in {os.path.dirname(output.path) for output in outputs}:
             remove_abandoned(folder)
@@ -213,19 +204,14 @@ def write_outputs(
 def find_output_problems(
     outputs: Sequence[Output], *, overwrite: bool, make_directories: bool
 ) -> list[str]:
-    """Return one line for each reason why these files cannot be written; change nothing.
-
-    Args:
-        outputs: all files that will be written together.
-        overwrite: whether existing files may be replaced.
-        make_directories: whether missing directories will be created.
-    """
-    problems = []
+    """Return one line for each reason why these files cannot be written; change nothing."""
+    problems: list[str] = []
     needed: dict[str, int] = {}
     for output in outputs:
         path, directory = output.path, os.path.dirname(output.path) or "."
         if is_url(path):
-            problems += find_url_problems(path, overwrite=overwrite)
+            with collecting(problems):
+                problems += [f"{path}: {EXISTS}"] if exists(path) and not overwrite else []
             needed[tempfile.gettempdir()] = needed.get(tempfile.gettempdir(), 0) + output.nbytes
             continue
         while make_directories and not os.path.lexists(directory):
@@ -260,14 +246,6 @@ def find_shard_files(paths: Sequence[str], sources: Sequence[str]) -> list[str]:
         for path in paths
         if os.path.realpath(path) in known
     ]
-
-
-def find_url_problems(url: str, *, overwrite: bool) -> list[str]:
-    """Return the reason why nothing can be written to a URL, if there is one."""
-    try:
-        return [f"{url}: {EXISTS}"] if exists(url) and not overwrite else []
-    except CheckpointError as error:
-        return error.problems
 
 
 def _copy(
@@ -376,11 +354,7 @@ class FilesJob:
             yield f"would remove {path}"
 
     def run(self, options: WriteOptions) -> None:
-        """Check and write.
-
-        Raises:
-            CheckpointError: with every problem found; no file has its final name then.
-        """
+        """Check and write."""
         raise_if(self.find_problems(overwrite=options.overwrite))
         self.write(options)
 

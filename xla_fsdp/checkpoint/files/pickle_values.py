@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -26,16 +26,25 @@ MAX_ALIKE = 64  # keys of one hash
 MAX_DEPTH = 100  # far below the depth at which Python's recursion ends
 EXPANSION = 16  # values in the containers of a pickle, for each of its bytes
 
-_REFUSED = (
-    pickle.INST,
-    pickle.OBJ,
-    pickle.NEWOBJ_EX,
-    pickle.EXT1,
-    pickle.EXT2,
-    pickle.EXT4,
-    pickle.NEXT_BUFFER,
-    pickle.READONLY_BUFFER,
+_REFUSED = b"".join(  # which neither torch nor DCP write
+    (
+        pickle.INST,
+        pickle.OBJ,
+        pickle.NEWOBJ_EX,
+        pickle.EXT1,
+        pickle.EXT2,
+        pickle.EXT4,
+        pickle.NEXT_BUFFER,
+        pickle.READONLY_BUFFER,
+    )
 )
+_KEYS = {  # the places in the stack of the keys of dicts and sets
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(None, None, 2),
+    pickle.DICT: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
 
 _MAPPINGS = ("collections.OrderedDict", "collections.Counter")
 
@@ -103,16 +112,8 @@ def read_pickle(
 
 
 def convert_plain(value: Any, length: int, convert: Callable[[Any], Any]) -> Any:
-    """Return a copy of a value in which no container is in two places.
-
-    Args:
-        value: from ``read_pickle``, whose containers may contain each other any number of times.
-        length: of the pickle, in bytes.
-        convert: called with everything that is neither plain nor a container.
-
-    Raises:
-        CheckpointError: if the copy would be too deep, or too large for such a pickle.
-    """
+    """Return a copy of a value from a pickle of so many bytes, in which no container is in two
+    places. ``convert`` is called with everything that is neither plain nor a container."""
     room, keys = EXPANSION * (length + MAX_INT_BYTES), Keys()
 
     def walk_key(key: Any, depth: int) -> Any:
@@ -186,6 +187,17 @@ class Keys:
 _PythonUnpickler: Any = pickle._Unpickler  # whose methods the types of Python leave out
 
 
+def _checking(code: bytes, keys: slice) -> Callable[[Any], None]:
+    """Return what executes an instruction once the keys in the stack are checked."""
+    load = _PythonUnpickler.dispatch[code[0]]
+
+    def checked(reader: Any) -> None:
+        reader._keys.check(reader.stack[keys])
+        load(reader)
+
+    return checked
+
+
 class _Reader(_PythonUnpickler):
     """Python's unpickler that is written in Python, without what trusts the file."""
 
@@ -221,39 +233,11 @@ class _Reader(_PythonUnpickler):
     def load_bytearray8(self) -> None:
         self.append(self.read(int.from_bytes(self.read(8), "little")))
 
-    def load_setitem(self) -> None:
-        self._keys.check(self.stack[-2:-1])
-        super().load_setitem()
-
-    def load_setitems(self) -> None:
-        self._keys.check(self.stack[::2])
-        super().load_setitems()
-
-    def load_dict(self) -> None:
-        self._keys.check(self.stack[::2])
-        super().load_dict()
-
-    def load_additems(self) -> None:
-        self._keys.check(self.stack)
-        super().load_additems()
-
-    def load_frozenset(self) -> None:
-        self._keys.check(self.stack)
-        super().load_frozenset()
-
-    def refuse(self) -> NoReturn:
-        raise pickle.UnpicklingError("an instruction that neither torch nor DCP write")
-
     dispatch = {  # noqa: RUF012 (a class attribute there, too)
-        **pickle._Unpickler.dispatch,
+        **{c: load for c, load in _PythonUnpickler.dispatch.items() if c not in _REFUSED},
+        **{code[0]: _checking(code, keys) for code, keys in _KEYS.items()},
         pickle.NEWOBJ[0]: load_newobj,
         pickle.BUILD[0]: load_build,
         pickle.LONG4[0]: load_long4,
         pickle.BYTEARRAY8[0]: load_bytearray8,
-        pickle.SETITEM[0]: load_setitem,
-        pickle.SETITEMS[0]: load_setitems,
-        pickle.DICT[0]: load_dict,
-        pickle.ADDITEMS[0]: load_additems,
-        pickle.FROZENSET[0]: load_frozenset,
-        **dict.fromkeys((code[0] for code in _REFUSED), refuse),
     }

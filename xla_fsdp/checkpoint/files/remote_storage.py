@@ -7,7 +7,6 @@ read or a write is bounded by ``RECENT``, or ``TOGETHER`` times ``PART``.
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import re
@@ -47,17 +46,6 @@ RECENT = 32 * READ  # bytes of such requests that are kept for the next neighbou
 _VERSION = re.compile(r"(#|\?\w+=)[^/]*$")
 _PATTERN = re.compile(r"([*?\[])")
 
-_PASSING = {
-    errno.EAGAIN,
-    errno.EINTR,
-    errno.EIO,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
-    errno.EHOSTUNREACH,
-    errno.ENETRESET,
-    errno.EREMOTEIO,
-}
-_CLIENTS = {"aiohttp", "azure", "botocore", "gcsfs", "google", "urllib3"}  # that raise their own
 _FINAL = (
     CheckpointError,
     FileNotFoundError,
@@ -75,13 +63,8 @@ _FINAL = (
 
 @dataclass(frozen=True)
 class Patience:
-    """How often a request that fails is repeated, with pauses that double.
-
-    Args:
-        attempts: in all.
-        first: seconds of the first pause.
-        longest: seconds of the longest pause.
-    """
+    """How often a request that fails is repeated: ``attempts`` times in all, after pauses that
+    double from ``first`` to at most ``longest`` seconds."""
 
     attempts: int = 6
     first: float = 0.25
@@ -105,34 +88,19 @@ class Patience:
         return request()
 
 
-class ShortAnswerError(OSError):
-    """A store answered with fewer bytes than were asked for."""
-
-
 def may_pass(error: Exception) -> bool:
-    """Return whether a request that failed with ``error`` may succeed when it is repeated."""
-    if isinstance(error, _FINAL):
+    """Return whether a request that failed may succeed when it is repeated: unless it is one that
+    makes no sense, or was refused."""
+    # gcsfs's own OSError for the status 403 has no number.
+    if isinstance(error, _FINAL) or str(error).startswith("Forbidden"):
         return False
-    code = getattr(error, "code", None) or getattr(error, "status", None)
-    if isinstance(code, int | str) and str(code).isdigit():
-        return int(code) >= 500 or int(code) in (408, 425, 429)
-    if isinstance(error, ConnectionError | TimeoutError | ShortAnswerError):
-        return True
-    if isinstance(error, OSError):
-        # gcsfs's own OSError for the status 403 has no number.
-        unknown = error.errno is None and not str(error).startswith("Forbidden")
-        return unknown or error.errno in _PASSING
-    return type(error).__module__.partition(".")[0] in _CLIENTS
+    code = str(getattr(error, "code", None) or getattr(error, "status", None))
+    return not code.isdigit() or int(code) >= 500 or int(code) in (408, 425, 429)
 
 
 class RemoteStorage:
-    """A directory at a URL; fsspec's own configuration has the options of the file system.
-
-    Args:
-        where: the URL.
-        patience: with requests that fail.
-        files_at_once: number of files of which small parts are read in turns.
-    """
+    """A directory at a URL, of which small parts of so many files are read in turns; fsspec's own
+    configuration has the options of the file system."""
 
     per_host = False
 
@@ -167,7 +135,8 @@ class RemoteStorage:
         return {each["name"].rpartition("/")[2]: each["size"] for each in listed}
 
     def tree(self) -> dict[str, dict[str, int]]:
-        found = self._ask("", "cannot be listed", lambda: self._find(), missing={})
+        find = partial(self._fs.find, self._root, maxdepth=2, detail=True)
+        found = self._ask("", "cannot be listed", find, missing={})
         folders: dict[str, dict[str, int]] = {}
         for path, each in found.items():
             folder, slash, name = path.removeprefix(f"{self._root}/").partition("/")
@@ -182,11 +151,9 @@ class RemoteStorage:
         return self._ask(name, "cannot be read", lambda: self._small(name), missing=None)
 
     def source(self, name: str, nbytes: int | None = None) -> ByteSource:
-        path = self._path(name)
         if nbytes is None:
-            nbytes = self._ask(name, "cannot be read", lambda: self._size(path))
-        ask = partial(self._range, name)
-        return RemoteFile(ask, nbytes, path, self._block, self._recent, self._slots)
+            nbytes = self._ask(name, "cannot be read", lambda: self._fs.size(self._path(name)))
+        return RemoteFile(self, name, nbytes)
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         path = self._path(name)
@@ -211,31 +178,19 @@ class RemoteStorage:
         if self._has_objects:
             self._ask(name, "could not be written", lambda: self._fs.pipe_file(path, data))
             return
-        temporary = f"{folder}/.{base}.{secrets.token_hex(4)}.tmp"
-
-        def move() -> None:  # atomic in most file systems
-            self._fs.pipe_file(temporary, data)
-            self._fs.mv(temporary, path)
-
-        with failing(self._url(name), errors=Exception):
-            self._make_folder(path)
-            try:
-                self._patience.repeat(move)
-            except BaseException:
-                with suppress(Exception):  # it may not be there; the first error is the one to tell
-                    self._fs.rm_file(temporary)
-                raise
+        hidden = f".{base}.{secrets.token_hex(4)}.tmp"
+        self.write(os.path.join(os.path.dirname(name), hidden), [data])
+        # Atomic in most file systems.
+        self._ask(name, "could not be written", lambda: self._fs.mv(f"{folder}/{hidden}", path))
 
     def create(self, name: str, data: bytes) -> bool:
         path = self._path(name)
         self._make_folder(path)
-        try:
-            with failing(self._url(name), errors=Exception):
-                self._patience.repeat(lambda: self._create(path, data))
-        except _ExistsError:
-            # It is this caller's if the answer to its own request was lost.
-            return self.find(name) == data
-        return True
+        with failing(self._url(name), errors=Exception), suppress(FileExistsError):
+            self._patience.repeat(lambda: self._fs.pipe_file(path, data, mode="create"))
+            return True
+        # It is this caller's if the answer to its own request was lost.
+        return self.find(name) == data
 
     def delete(self, name: str) -> None:
         path = self._path(name)
@@ -282,9 +237,14 @@ class RemoteStorage:
 
     def _ask(self, name: str, what: str, request: Callable[[], Any], **missing: Any) -> Any:
         """Return what a request returns, or ``missing`` if there is no such file."""
+
+        def anew() -> Any:
+            self._fs.invalidate_cache()  # other machines write here too
+            return request()
+
         with failing(self._url(name), what, Exception):
             try:
-                return self._patience.repeat(request)
+                return self._patience.repeat(anew)
             except FileNotFoundError:
                 if not missing:
                     raise
@@ -292,30 +252,17 @@ class RemoteStorage:
 
     def _list(self, folder: str) -> list[dict[str, Any]]:
         path = self._path(folder)
-
-        def ask() -> list[dict[str, Any]]:
-            self._fs.invalidate_cache()  # other machines write here too
-            return self._fs.ls(path, detail=True)
-
+        ask = partial(self._fs.ls, path, detail=True)
         listed = self._ask(folder, "cannot be listed", ask, missing=[])
         return [each for each in listed if each["name"].strip("/") != path.strip("/")]
 
-    def _find(self) -> dict[str, dict[str, Any]]:
-        self._fs.invalidate_cache()
-        return self._fs.find(self._root, maxdepth=2, detail=True)
-
     def _small(self, name: str) -> Any:
         path = self._path(name)
-        self._fs.invalidate_cache()
         found = self._fs.info(path)
         if found["type"] not in ("file", "link"):  # opening a pipe would wait for a writer
             raise CheckpointError(f"{self._url(name)}: cannot be read: it is no regular file")
         check_size(self._url(name), found["size"] or 0, SMALL)
         return self._fs.cat_file(path)
-
-    def _size(self, path: str) -> int:
-        self._fs.invalidate_cache()
-        return self._fs.size(path)
 
     def _range(self, name: str, start: int, stop: int) -> bytes:
         path = self._path(name)
@@ -323,21 +270,15 @@ class RemoteStorage:
         def ask() -> bytes:
             data = self._fs.cat_file(path, start=start, end=stop)
             if len(data) != stop - start:
-                raise ShortAnswerError(f"ends at byte {start + len(data)}: truncated")
+                raise OSError(f"ends at byte {start + len(data)}: truncated")
             return data
 
         return self._ask(name, "cannot be read", ask)
 
-    def _create(self, path: str, data: bytes) -> None:
-        try:
-            self._fs.pipe_file(path, data, mode="create")
-        except FileExistsError as error:
-            raise _ExistsError([]) from error
-
     def _make_folder(self, path: str) -> None:
         if not self._has_objects:
+            folder = path.rpartition("/")[0]
             with failing(path, errors=Exception):
-                folder = path.rpartition("/")[0]
                 self._patience.repeat(lambda: self._fs.makedirs(folder, exist_ok=True))
 
     # ------------------------------------------------------------ writing
@@ -426,10 +367,6 @@ class RemoteStorage:
         return os.path.join(self.where, name) if name else self.where
 
 
-class _ExistsError(CheckpointError):
-    """There is a file of this name already."""
-
-
 def _parts(chunks: Iterable[Buffer]) -> Iterator[bytes]:
     """Yield the bytes of all chunks, ``PART`` at a time."""
     part = bytearray()
@@ -447,28 +384,13 @@ def _parts(chunks: Iterable[Buffer]) -> Iterator[bytes]:
 
 
 class RemoteFile:
-    """The bytes of a remote file. Neighbours that are read one after the other come in one request.
+    """The bytes of a remote file. Neighbours that are read one after the other come in one
+    request."""
 
-    Args:
-        ask: returns the bytes of a range.
-        nbytes: of the file.
-        path: of the file; the files of one storage have different ones.
-        block: bytes of a request for small neighbours.
-        recent: blocks of all files, which were read last.
-        slots: for long reads of all files.
-    """
-
-    def __init__(
-        self,
-        ask: Callable[[int, int], bytes],
-        nbytes: int,
-        path: str,
-        block: int,
-        recent: RecentBlocks,
-        slots: Semaphore,
-    ) -> None:
-        self.nbytes, self.place = nbytes, path
-        self._ask, self._block, self._recent, self._slots = ask, block, recent, slots
+    def __init__(self, storage: RemoteStorage, name: str, nbytes: int) -> None:
+        self.nbytes, self.place = nbytes, storage._path(name)
+        self._ask = partial(storage._range, name)
+        self._block, self._recent, self._slots = storage._block, storage._recent, storage._slots
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         stop = start + len(buffer)

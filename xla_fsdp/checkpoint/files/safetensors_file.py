@@ -23,16 +23,16 @@ from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     checked_shape,
     dtype_name,
-    prefixed,
+    failing,
+    naming,
     raise_if,
     refuse_repeated,
     shown,
+    typed,
 )
 from xla_fsdp.checkpoint.files.checksum import digest
 from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
-    Part,
-    TensorSource,
     TensorSpec,
     read_bytes,
 )
@@ -107,11 +107,7 @@ class Header:
 
 
 def plan_file(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> Header:
-    """Return the header of a file that holds these tensors.
-
-    Raises:
-        CheckpointError: if safetensors has no such dtype or name, or the header gets too long.
-    """
+    """Return the header of a file that holds these tensors."""
     problems = [
         f"{name} is {dtype_name(spec.dtype)}, which safetensors does not have; "
         f"write a .pth file instead"
@@ -139,33 +135,22 @@ def plan_file(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) ->
 
 
 def read_header(source: ByteSource, name: str) -> Header:
-    """Read the header of a safetensors file.
-
-    Args:
-        source: the file's bytes; only the header's are read.
-        name: of the file, for messages.
-
-    Raises:
-        CheckpointError: with one line that names the file, if it is malformed or truncated.
-    """
-    try:
-        return _parsed(source)
-    except CheckpointError as error:
-        raise prefixed(error, name) from error
-
-
-def tensor_of(source: ByteSource, entry: Entry, checksum: str | None = None) -> TensorSource:
-    """Return a source of a tensor in a file."""
-    data = Part(source, entry.start, entry.spec.nbytes)
-    return TensorSource(entry.spec, data, checksum=checksum)
+    """Read the header of a safetensors file; ``name`` is the file's, for messages."""
+    with naming(name):
+        data = header_bytes(source)
+        with failing("header", "is not UTF-8 text", UnicodeDecodeError):
+            text = data[8:].decode()
+        lines = _json_dict(text, "header")
+        metadata = _metadata(lines.pop(RESERVED, {}))
+        entries = {name: _entry(line, name, len(data)) for name, line in lines.items()}
+        in_file_order = sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop))
+        header = Header(dict(in_file_order), metadata, len(data), digest(data))
+        _check_filled(header, source.nbytes)
+        return header
 
 
 def shard_metadata_of(header: Header) -> dict[str, Any]:
-    """Return the dict for ``ShardMetadata.from_dict`` from a shard file's header.
-
-    Raises:
-        CheckpointError: if this is not a shard file.
-    """
+    """Return the dict for ``ShardMetadata.from_dict`` from a shard file's header."""
     text = header.metadata.get(METADATA_KEY)
     if text is None:
         raise CheckpointError(
@@ -207,11 +192,7 @@ def _encoded(metadata: dict[str, str], specs: Mapping[str, TensorSpec]) -> bytes
 
 
 def header_bytes(source: ByteSource) -> bytes:
-    """Return the header of a file, with the length before it.
-
-    Raises:
-        CheckpointError: if it is truncated, or longer than ``MAX_HEADER``.
-    """
+    """Return the header of a file, with the length before it."""
     if source.nbytes < 8:
         raise CheckpointError("truncated, or not a safetensors file: it is shorter than 8 bytes")
     head = read_bytes(source, 0, 8)
@@ -228,35 +209,10 @@ def header_bytes(source: ByteSource) -> bytes:
     return head + read_bytes(source, 8, length)
 
 
-def _parsed(source: ByteSource) -> Header:
-    data = header_bytes(source)
-    lines = _json_dict(_text(data[8:]), "header")
-    metadata = _metadata(lines.pop(RESERVED, {}))
-    entries = {name: _entry(line, name, len(data)) for name, line in lines.items()}
-    in_file_order = sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop))
-    header = Header(dict(in_file_order), metadata, len(data), digest(data))
-    _check_filled(header, source.nbytes)
-    return header
-
-
-def _text(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"header is not UTF-8 text: {error.reason}") from error
-
-
 def _json_dict(text: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text, object_pairs_hook=_without_repetition)
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from error
     # Wrong syntax, numbers of more digits than Python converts, or too deep nesting.
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is a JSON {type(value).__name__}, expected a dict")
-    return value
+    with failing(where, "is not JSON", (ValueError, RecursionError)), naming(where):
+        return typed(json.loads(text, object_pairs_hook=_without_repetition), dict, where)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -281,7 +237,8 @@ def _entry(line: Any, name: str, data_start: int) -> Entry:
         raise CheckpointError(
             f"{where}: dtype {shown(dtype)} is not known; expected one of {', '.join(DTYPES)}"
         )
-    if not _are_sizes(offsets) or len(offsets) != 2:
+    two = isinstance(offsets, list) and len(offsets) == 2
+    if not two or not all(type(n) is int and 0 <= n < 1 << 63 for n in offsets):
         raise CheckpointError(f"{where}: data_offsets are {shown(offsets)}, expected two offsets")
     spec = TensorSpec(DTYPES[dtype], checked_shape(shape, f"{where}: shape"))
     if offsets[1] - offsets[0] != spec.nbytes:
@@ -290,10 +247,6 @@ def _entry(line: Any, name: str, data_start: int) -> Entry:
             f"{dtype} of shape {shown(shape)} takes {shown(spec.nbytes)}"
         )
     return Entry(spec, data_start + offsets[0])
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
 def _check_filled(header: Header, file_size: int) -> None:

@@ -20,10 +20,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 from weakref import finalize
 
-from xla_fsdp.checkpoint.errors import CheckpointError, failing, failure
+from xla_fsdp.checkpoint.errors import CheckpointError, failing
+from xla_fsdp.checkpoint.files.remote_storage import RemoteStorage
 from xla_fsdp.checkpoint.files.tensor_source import (
     LOCAL,
     Buffer,
@@ -40,66 +41,6 @@ ABSENT = (FileNotFoundError, NotADirectoryError)  # there is no such folder
 EXISTS = "exists already; remove it, choose another save_path, or overwrite it (--overwrite)"
 
 
-class Storage(Protocol):
-    """Files below one directory. Names are relative to it, with slashes.
-
-    Every method raises ``CheckpointError``, with the path and the reason, if it fails.
-    """
-
-    where: str
-    """The directory, as the user named it."""
-    per_host: bool
-    """Whether other hosts may have another directory of this name."""
-
-    def names(self, folder: str = "") -> list[str]:
-        """Return the names of files and folders in a folder, sorted, without hidden ones; [] if
-        there is no such folder."""
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return the size of every file in a folder by its name; {} if there is no such folder."""
-
-    def tree(self) -> dict[str, dict[str, int]]:
-        """Return the sizes of the files in every folder, by its name; asks the store once."""
-
-    def read(self, name: str) -> bytes:
-        """Read a small file, of at most ``SMALL`` bytes."""
-
-    def find(self, name: str) -> bytes | None:
-        """Read a small file; None if it does not exist."""
-
-    def source(self, name: str, nbytes: int | None = None) -> ByteSource:
-        """Return a source that reads ranges of a file; its size is asked for, unless given."""
-
-    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """Write a file, and create the folders that it needs."""
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small file, which nobody ever sees in part."""
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Write a small file if there is none of this name; return whether this caller did.
-
-        Of several callers one succeeds; on a remote file system, if that has such a request.
-        """
-
-    def delete(self, name: str) -> None:
-        """Delete a file, durably, if it exists; nothing if its folder is a link, or mounted."""
-
-    def delete_folder(self, folder: str) -> None:
-        """Delete a folder and its content, if it exists; of a link, only the link. A folder with a
-        mount is left, and an error."""
-
-    def sweep(self, folder: str) -> None:
-        """Delete what killed processes have left in a folder under hidden names, if it can be told
-        that they do not live any more."""
-
-    def lasting_problems(self, check: Callable[[], list[str]]) -> list[str]:
-        """Return the problems that ``check`` finds in a listing.
-
-        A remote store may list a new file late, so it is asked again for some seconds.
-        """
-
-
 def open_storage(directory: str | os.PathLike[str], files_at_once: int = 1) -> Storage:
     """Return the storage at a path, or at a URL for fsspec (``gs://bucket/run``).
 
@@ -114,8 +55,6 @@ def open_storage(directory: str | os.PathLike[str], files_at_once: int = 1) -> S
     where = full_path(directory)
     if not is_url(where):
         return LocalStorage(where)
-    from xla_fsdp.checkpoint.files.remote_storage import RemoteStorage  # which needs fsspec
-
     # To an object store, "run//job.json" is another object than "run/job.json".
     scheme, mark, rest = where.partition("://")
     return RemoteStorage(f"{scheme}{mark}{rest.rstrip('/')}", files_at_once=files_at_once)
@@ -137,15 +76,24 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 class LocalStorage:
-    """A local directory, which may be on a network file system."""
+    """Files below a local directory, which may be on a network file system. Names are relative to
+    it, with slashes.
 
-    per_host = True
+    Every method raises ``CheckpointError``, with the path and the reason, if it fails.
+
+    Args:
+        where: the directory.
+    """
+
+    per_host = True  # whether other hosts may have another directory of this name
 
     def __init__(self, where: str) -> None:
         self.where = where
         self._root = Path(where)
 
     def names(self, folder: str = "") -> list[str]:
+        """Return the names of files and folders in a folder, sorted, without hidden ones; [] if
+        there is no such folder."""
         found: list[str] = []
         path = self._root / folder
         # A run that is a file is a mistake; files in it that are named like its folders are none.
@@ -155,6 +103,7 @@ class LocalStorage:
         return sorted(name for name in found if not name.startswith("."))
 
     def sizes(self, folder: str) -> dict[str, int]:
+        """Return the size of every file in a folder by its name; {} if there is no such folder."""
         found: dict[str, int] = {}
         path = self._root / folder
         with failing(path, "cannot be listed"), suppress(*ABSENT), os.scandir(path) as entries:
@@ -165,12 +114,15 @@ class LocalStorage:
         return found
 
     def tree(self) -> dict[str, dict[str, int]]:
+        """Return the sizes of the files in every folder, by its name; asks the store once."""
         return {name: self.sizes(name) for name in self.names() if (self._root / name).is_dir()}
 
     def read(self, name: str) -> bytes:
+        """Read a small file, of at most ``SMALL`` bytes."""
         return read_small_file(self._root / name)
 
     def find(self, name: str) -> bytes | None:
+        """Read a small file; None if it does not exist."""
         try:
             return read_small_file(self._root / name)
         except CheckpointError as error:
@@ -179,9 +131,11 @@ class LocalStorage:
             raise
 
     def source(self, name: str, nbytes: int | None = None) -> ByteSource:
+        """Return a source that reads ranges of a file; its size is asked for, unless given."""
         return LocalFile(str(self._root / name))
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        """Write a file, and create the folders that it needs."""
         path = str(self._root / name)
         with AtomicFiles(overwrite=True) as files:
             temporary = files.add(path)
@@ -191,28 +145,30 @@ class LocalStorage:
             files.commit()
 
     def put(self, name: str, data: bytes) -> None:
+        """Write a small file, which nobody ever sees in part."""
         self.write(name, [data])
 
     def create(self, name: str, data: bytes) -> bool:
+        """Write a small file if there is none of this name; return whether this caller did.
+
+        Of several callers one succeeds; on a remote file system, if that has such a request.
+        """
         path = self._root / name
-        try:
+        with failing(path), suppress(FileExistsError):
             make_folder(path.parent)
-            file = open(path, "xb", buffering=0)  # noqa: SIM115
-        except FileExistsError:
-            return False
-        except OSError as error:
-            raise failure(path, "could not be written", error) from error
-        try:
-            with failing(path), file:
-                _write(file, data)
-        except CheckpointError:
-            _remove(str(path))
-            with suppress(OSError):  # other ranks may have put files there
-                path.parent.rmdir()
-            raise
-        return True
+            with open(path, "xb", buffering=0) as file:
+                try:
+                    _write(file, data)
+                except OSError:
+                    _remove(str(path))
+                    with suppress(OSError):  # other ranks may have put files there
+                        path.parent.rmdir()
+                    raise
+            return True
+        return False
 
     def delete(self, name: str) -> None:
+        """Delete a file, durably, if it exists; nothing if its folder is a link, or mounted."""
         path = self._root / name
         if self._is_elsewhere(path.parent):
             return
@@ -221,6 +177,8 @@ class LocalStorage:
             _sync_folder(path.parent)
 
     def delete_folder(self, folder: str) -> None:
+        """Delete a folder and its content, if it exists; of a link, only the link. A folder with a
+        mount is left, and an error."""
         path = self._root / folder
         if path.is_symlink():
             self.delete(folder)
@@ -236,6 +194,8 @@ class LocalStorage:
             shutil.rmtree(path)
 
     def sweep(self, folder: str) -> None:
+        """Delete what killed processes have left in a folder under hidden names, if it can be told
+        that they do not live any more."""
         path = self._root / folder
         if not self._is_elsewhere(path):
             remove_abandoned(str(path))
@@ -250,7 +210,15 @@ class LocalStorage:
         return False
 
     def lasting_problems(self, check: Callable[[], list[str]]) -> list[str]:
+        """Return the problems that ``check`` finds in a listing.
+
+        A remote store may list a new file late, so it is asked again for some seconds.
+        """
         return check()
+
+
+Storage = LocalStorage | RemoteStorage
+"""Both have the methods that ``LocalStorage`` describes."""
 
 
 # ---------------------------------------------------------------- atomic writing
@@ -338,13 +306,8 @@ class AtomicFiles:
 
 
 class Staging:
-    """A folder on this machine for copies of remote files, which goes with this object; those of
-    processes that were killed go when the next one is made.
-
-    Args:
-        path: of the folder.
-        remove: deletes it.
-    """
+    """A folder on this machine for copies of remote files, which goes with this object or by
+    ``remove``; those of processes that were killed go when the next one is made."""
 
     def __init__(self) -> None:
         above = tempfile.gettempdir()
@@ -446,11 +409,7 @@ def find_special(path: str) -> list[str]:
 
 
 def upload(path: str, url: str, *, verify: bool) -> None:
-    """Write a local file, or all files of a directory, to a URL.
-
-    Raises:
-        CheckpointError: if that fails, or what is there afterwards is not what was written.
-    """
+    """Write a local file, or all files of a directory, to a URL."""
     if os.path.isdir(path):
         # The description of a directory of torch.distributed.checkpoint, .metadata, is the last.
         for name in sorted(os.listdir(path), key=lambda name: (name.startswith("."), name)):

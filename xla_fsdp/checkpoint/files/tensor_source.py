@@ -4,7 +4,7 @@ A ``TensorSource`` is a dtype, a shape and a ``ByteSource`` of its elements (row
 little-endian).
 
 Invariants: creating a source reads nothing. A read fills the buffer or raises, reads no other bytes
-(but ``Interleaved`` and ``Column`` read complete rows), takes bounded memory, and is thread-safe.
+(but ``Rows`` reads complete ones), takes bounded memory, and is thread-safe.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from xla_fsdp.checkpoint.errors import CheckpointError, T, deleted_meanwhile
 from xla_fsdp.checkpoint.format.records import MemberRecord
 
 SMALL = 1 << 27  # bytes at most of a file that describes others, as of a step of 100,000 ranks
-BLOCK = 1 << 23  # bytes that ``Interleaved`` and ``Column`` read at a time, of all parts together
+BLOCK = 1 << 23  # bytes that ``Rows`` reads at a time, of all parts together
 
 
 LOCAL = "file://"
@@ -39,12 +40,7 @@ LOCAL = "file://"
 def full_path(path: str | os.PathLike[str], name: str = "the path") -> str:
     """Return a local path from the root, with ``~`` replaced, so that it stays the same when the
     working directory changes; of a URL with ``file://`` the path, any other one with at most one
-    slash at its end. ``name`` is what an error calls it.
-
-    Raises:
-        CheckpointError: if the path is empty, as where a variable of a shell is not set, has a zero
-            byte, or is a URL that has lost a slash.
-    """
+    slash at its end. ``name`` is what an error calls it."""
     text = os.fspath(path).removeprefix(LOCAL)
     if not text:
         raise CheckpointError(f"{name} is empty; expected one ('.' is the working directory)")
@@ -177,38 +173,20 @@ def same_bytes(first: ByteSource, second: ByteSource) -> bool:
 
 
 def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples with every tensor converted.
-
-    Args:
-        content: nested containers.
-        convert: called once with every tensor or ``TensorSource``, however often it is there;
-            returns its replacement.
-    """
+    """Return a copy of nested dicts, lists and tuples with every tensor converted; ``convert`` is
+    called once with each tensor or ``TensorSource``, however often it is there."""
     converted: dict[int, Any] = {}  # by id, so that tied names stay tied
 
-    def walk(value: Any) -> Any:
-        if isinstance(value, Tensor | TensorSource):
-            if id(value) not in converted:
-                converted[id(value)] = convert(value)
-            return converted[id(value)]
-        if type(value) in (list, tuple):
-            return type(value)(map(walk, value))
-        if not isinstance(value, Mapping):
-            return value
-        made: Any = type(value)()
-        made.update((key, walk(each)) for key, each in value.items())
-        return made
+    def once(value: Any) -> Any:
+        if id(value) not in converted:
+            converted[id(value)] = convert(value)
+        return converted[id(value)]
 
-    return walk(content)
+    return tree_map_only((Tensor, TensorSource), once, content)
 
 
 class LazyMapping(Mapping[str, Any]):
-    """Values by key, each made when it is asked for.
-
-    Args:
-        of: what they are made of, by key.
-        make: returns a value, given what it is made of.
-    """
+    """Values by key, each made of what ``of`` has when it is asked for."""
 
     def __init__(self, of: Mapping[str, T], make: Callable[[T], Any]) -> None:
         self._of, self._make = of, make
@@ -244,11 +222,7 @@ class LazySequence(Sequence[Any]):
 
 
 class LocalFile:
-    """A local file; it is opened for every read, so that the files of all ranks can be in use.
-
-    Raises:
-        CheckpointError: if it is no regular file, cannot be opened, or is too short for a read.
-    """
+    """A local file; it is opened for every read, so that the files of all ranks can be in use."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -281,11 +255,7 @@ class LocalFile:
 
 
 def read_small_file(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
-    """Return the content of a file that describes others.
-
-    Raises:
-        CheckpointError: if it is no regular file, cannot be read, or has more than ``limit`` bytes.
-    """
+    """Return the content of a file that describes others."""
     file = LocalFile(os.fspath(path))
     check_size(file.path, file.nbytes, limit)
     return read_bytes(file, 0, file.nbytes)
@@ -300,19 +270,16 @@ def check_size(name: str, nbytes: int, limit: int) -> None:
 
 
 class RecentBlocks:
-    """The blocks of files that were read last, for several threads.
-
-    Args:
-        limit: bytes of all blocks.
-    """
+    """The blocks of files that were read last, up to a number of bytes of all, for several
+    threads."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._bytes = 0
-        self._blocks: OrderedDict[Hashable, Future[bytes]] = OrderedDict()
+        self._blocks: OrderedDict[Hashable, Future[Buffer]] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, key: Hashable, read: Callable[[], bytes]) -> memoryview:
+    def get(self, key: Hashable, read: Callable[[], Buffer]) -> memoryview:
         """Return the block under ``key``, or ``read()``, once, if it is not there."""
         with self._lock:
             found = self._blocks.get(key)
@@ -472,18 +439,16 @@ def pieces(source: ByteSource, start: int, stop: int) -> Iterator[Piece]:
 
 
 def global_of(parts: Sequence[TensorSource], member: MemberRecord) -> TensorSource:
-    """Return the global tensor of a parameter.
-
-    Args:
-        parts: the local tensor of every tensor-parallel part, in order; for a parameter without a
-            ``tensor_dim``, the first is enough.
-        member: record of the parameter.
-    """
+    """Return the global tensor of a parameter, from the local tensor of every tensor-parallel part;
+    if it has no ``tensor_dim``, the first is enough."""
     if member.tensor_dim is None:
         return parts[0]
-    row = _row_bytes(parts[0].spec, member.tensor_dim)
-    data = [part.data for part in parts]
-    joined = Joined(data) if member.tensor_dim == 0 else Interleaved(data, row)
+    data, row = [part.data for part in parts], _row_bytes(parts[0].spec, member.tensor_dim)
+
+    def interleaved(first: int, count: int) -> Tensor:
+        return torch.stack([_rows(each, first, count, row) for each in data], 1)
+
+    joined = Joined(data) if member.tensor_dim == 0 else Rows(interleaved, row * len(parts), data)
     return TensorSource(TensorSpec(parts[0].dtype, member.shape), joined)
 
 
@@ -495,7 +460,11 @@ def part_of(tensor: TensorSource, member: MemberRecord, part: int, parts: int) -
     row = _row_bytes(spec, member.tensor_dim)
     if member.tensor_dim == 0:
         return TensorSource(spec, Part(tensor.data, part * spec.nbytes, spec.nbytes))
-    return TensorSource(spec, Column(tensor.data, row, part, parts))
+
+    def column(first: int, count: int) -> Tensor:
+        return _rows(tensor.data, first, count, row * parts).view(count, parts, row)[:, part]
+
+    return TensorSource(spec, Rows(column, row, [tensor.data], parts))
 
 
 def _row_bytes(part: TensorSpec, dim: int) -> int:
@@ -503,68 +472,38 @@ def _row_bytes(part: TensorSpec, dim: int) -> int:
     return math.prod(part.shape[dim:]) * part.dtype.itemsize
 
 
-class Interleaved:
-    """The rows of several sources, interleaved: row 0 of every part, then row 1, ...
+def _rows(source: ByteSource, first: int, count: int, row: int) -> Tensor:
+    rows = torch.empty((count, row), dtype=torch.uint8)
+    source.read_into(first * row, bytes_of(rows))
+    return rows
+
+
+class Rows:
+    """Bytes that are made in complete rows.
 
     Args:
-        parts: sources of equal lengths.
-        row: number of bytes of one part's row.
+        make: returns so many rows from a first one on.
+        row: number of bytes of one.
+        sources: that they are made of.
+        read: bytes of these for each byte that is made.
     """
 
-    def __init__(self, parts: Sequence[ByteSource], row: int) -> None:
-        self._parts, self._row = parts, row
-        self.nbytes = sum(part.nbytes for part in parts)
+    def __init__(
+        self,
+        make: Callable[[int, int], Tensor],
+        row: int,
+        sources: Sequence[ByteSource],
+        read: int = 1,
+    ) -> None:
+        self.nbytes = sum(source.nbytes for source in sources) // read
+        self._make, self._row, self._read = make, row, read
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        count, row = len(self._parts), self._row
-        for block in _blocks(start, buffer, row * count, BLOCK // (row * count)):
-            rows = torch.empty((block.last - block.first, count, row), dtype=torch.uint8)
-            for number, part in enumerate(self._parts):
-                local = torch.empty((len(rows), row), dtype=torch.uint8)
-                part.read_into(block.first * row, bytes_of(local))
-                rows[:, number] = local
-            block.into[:] = bytes_of(rows)[block.wanted]
-
-
-class Column:
-    """The rows of one part of an interleaved source: the inverse of ``Interleaved``.
-
-    Args:
-        source: interleaved rows of all parts.
-        row: number of bytes of one part's row.
-        part: index of the part.
-        parts: number of parts.
-    """
-
-    def __init__(self, source: ByteSource, row: int, part: int, parts: int) -> None:
-        self._source, self._row, self._part, self._parts = source, row, part, parts
-        self.nbytes = source.nbytes // parts
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        width = self._row * self._parts
-        for block in _blocks(start, buffer, self._row, BLOCK // width):
-            shape = (block.last - block.first, self._parts, self._row)
-            rows = torch.empty(shape, dtype=torch.uint8)
-            self._source.read_into(block.first * width, bytes_of(rows))
-            block.into[:] = bytes_of(rows[:, self._part].contiguous())[block.wanted]
-
-
-class _Block(NamedTuple):
-    """Rows ``first`` to ``last``, the slice of their bytes that is wanted, and its destination."""
-
-    first: int
-    last: int
-    wanted: slice
-    into: memoryview
-
-
-def _blocks(start: int, buffer: memoryview, row: int, most: int) -> Iterator[_Block]:
-    """Divide a read into blocks of at most ``most`` complete rows, or one, of ``row`` bytes."""
-    at, stop = start, start + len(buffer)
-    while at < stop:
-        first = at // row
-        last = min(-(-stop // row), first + max(most, 1))
-        end = min(stop, last * row)
-        wanted = slice(at - first * row, end - first * row)
-        yield _Block(first, last, wanted, buffer[at - start : end - start])
-        at = end
+        at, stop, row = start, start + len(buffer), self._row
+        while at < stop:
+            first = at // row
+            last = min(-(-stop // row), first + max(BLOCK // (row * self._read), 1))
+            end = min(stop, last * row)
+            made = bytes_of(self._make(first, last - first))
+            buffer[at - start : end - start] = made[at - first * row : end - first * row]
+            at = end

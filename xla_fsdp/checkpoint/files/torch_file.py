@@ -31,7 +31,8 @@ from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     checked_shape,
     dtype_named,
-    prefixed,
+    failing,
+    naming,
     shown,
     typed,
 )
@@ -75,34 +76,13 @@ _DENSE = {
     "torch._utils._rebuild_tensor_v2": 2,
     "torch._utils._rebuild_tensor_v3": 3,
 }
-_TENSORS = {
-    *_DENSE,
-    "torch._tensor._rebuild_from_type_v2",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
-    "torch._utils._rebuild_meta_tensor_no_storage",
-    "torch._utils._rebuild_nested_tensor",
-    "torch._utils._rebuild_parameter",
-    "torch._utils._rebuild_parameter_with_state",
-    "torch._utils._rebuild_qtensor",
-    "torch._utils._rebuild_sparse_tensor",
-    "torch._utils._rebuild_wrapper_subclass",
-}
+_TENSOR = re.compile(r"torch\._(utils|tensor)\._rebuild_\w+")
 _BYTES = ("_codecs.encode", "builtins.bytearray")
-_KNOWN = {
-    *_TENSORS,
-    *_BYTES,
-    "builtins.complex",
-    "builtins.set",
-    "collections.Counter",
-    "collections.OrderedDict",
-    "torch.Size",
-    "torch.Tensor",
-    "torch.device",
-    "torch.nn.parameter.Parameter",
-    "torch.per_channel_affine",
-    "torch.per_tensor_affine",
-    "torch.serialization._get_layout",
-}
+_KNOWN = re.compile(
+    rf"{_TENSOR.pattern}|{_STORAGE.pattern}|_codecs\.encode|builtins\.(bytearray|complex|set)"
+    r"|collections\.(Counter|OrderedDict)|torch\.(Size|Tensor|device|nn\.parameter\.Parameter)"
+    r"|torch\.per_(channel|tensor)_affine|torch\.serialization\._get_layout"
+)
 
 
 @dataclass(frozen=True)
@@ -118,19 +98,10 @@ def read_torch_file(path: str) -> Any:
     """Read the content of a file, with a ``TensorSource`` in place of every tensor.
 
     Every container is in one place only, and its depth is bounded; sets are copied as they are.
-
-    Raises:
-        CheckpointError: with one line that names the file: it cannot be read, is no torch file, or
-            would run code.
     """
     source = LocalFile(path)
-    try:
-        with open(path, "rb") as file:
-            return read_torch(file, source)
-    except CheckpointError as error:
-        raise prefixed(error, path) from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with failing(path, "cannot be read", OSError), naming(path), open(path, "rb") as file:
+        return read_torch(file, source)
 
 
 def read_torch(file: BinaryIO, source: LocalFile | Bytes) -> Any:
@@ -186,17 +157,12 @@ def _from_archive(file: BinaryIO, source: LocalFile | Bytes) -> Any:
             raise CheckpointError(f"truncated: it has no record {shown(stored.key)}")
         return Part(source, record.start, record.nbytes), record
 
-    value = read_pickle(io.BytesIO(data), _is_known, _storage_of, ADVICE)
+    value = read_pickle(io.BytesIO(data), is_known, _storage_of, ADVICE)
     return _Converter(source.path, storage).content(value, len(data))
 
 
 def read_records(archive: zipfile.ZipFile, file_size: int) -> dict[str, Record]:
-    """Return the records of an archive by name.
-
-    Raises:
-        CheckpointError: if ``torch.save`` cannot have written them: they are compressed, overlap,
-            or are not in the file.
-    """
+    """Return the records of an archive by name."""
     infos = archive.infolist()
     if any(i.compress_type != zipfile.ZIP_STORED or i.flag_bits & 1 for i in infos):
         raise CheckpointError("refused: its records are compressed, as torch.save never does")
@@ -246,55 +212,42 @@ class Archive:
 
     Args:
         path: of a file that ``read_torch_file`` has read.
+        rank: pattern that is once in its pickle; the group is the byte with the rank.
 
     Raises:
-        Exception: of any kind, if it is no archive any more.
+        Exception: of any kind, if it is no such archive.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, rank: re.Pattern[bytes]) -> None:
         with zipfile.ZipFile(path) as archive:
-            infos, self._directory = archive.infolist(), archive.start_dir
+            infos, directory = archive.infolist(), archive.start_dir
             file: Any = archive.fp
             self.starts = [_data_start(file, info) for info in infos]
-            fields = np.array(_crc_fields(archive))
+            fields = np.array(_crc_fields(archive))[:, None]
         self._file = np.fromfile(path, np.uint8)
-        self._crcs = fields[:, None] + np.arange(4)  # the places of their bytes
-        self._pickle = next(
-            index for index, info in enumerate(infos) if info.filename.endswith("/data.pkl")
-        )
-        self._pickle_bytes = infos[self._pickle].file_size
-        self.pickle = self._pickle_of(self._file)
-        self._rest = self._without_crcs(self._file)
+        [self._index] = [i for i, info in enumerate(infos) if info.filename.endswith("/data.pkl")]
+        start = self.starts[self._index]
+        self._pickle = slice(start, start + infos[self._index].file_size)
+        [match] = rank.finditer(self._file[self._pickle].tobytes())
+        self._rank_at = start + match.start(1)
+        self._crcs = fields + np.arange(4)  # the places of their bytes
+        # An equal directory has the records at the same offsets. Torch takes the name of the folder
+        # that all records are in, 30 bytes after the CRC-32, from that of the file.
+        folder = fields + 30 + np.arange(len(infos[0].filename.partition("/")[0]))
+        self._fixed = np.zeros(len(self._file), bool)
+        self._fixed[directory:] = self._fixed[self._pickle] = True
+        self._fixed[self._crcs] = self._fixed[folder] = self._fixed[self._rank_at] = False
 
-    def twin(self, path: str) -> tuple[np.ndarray, bytes] | None:
-        """Return the CRC-32s of the records of another archive, and its pickle; None if anything
-        is not where it is in this archive."""
+    def twin(self, path: str) -> tuple[int, np.ndarray] | None:
+        """Return the rank in another archive, and the CRC-32s of its records in the order of
+        ``starts``; None if anything else than these and the tensors is not as in this one."""
         if os.path.getsize(path) != len(self._file):
             return None
         file = np.fromfile(path, np.uint8)
-        crcs, found = self.crcs(file), self._pickle_of(file)
-        # An equal directory has the records at the same offsets, one after the other.
-        same = self._without_crcs(file) == self._rest
-        sound = same and crcs[self._pickle] in (0, zlib.crc32(found))
-        return (crcs, found) if sound else None
-
-    def crcs(self, file: np.ndarray | None = None) -> np.ndarray:
-        """Return the CRC-32 of each record, in the order of ``starts``."""
-        fields = (self._file if file is None else file)[self._crcs]
-        return np.ascontiguousarray(fields).view("<u4")[:, 0]
-
-    def _pickle_of(self, file: np.ndarray) -> bytes:
-        start = self.starts[self._pickle]
-        return file[start : start + self._pickle_bytes].tobytes()
-
-    def _without_crcs(self, file: np.ndarray) -> bytes:
-        """Return the central directory, also without the name of the folder that all records are
-        in: torch takes that of the file."""
-        directory = file[self._directory :].copy()
-        directory[self._crcs - self._directory] = 0
-        text = directory.tobytes()
-        folder = text[46:].partition(b"/")[0]
-        return text.replace(folder + b"/", b"/")
+        crcs = np.ascontiguousarray(file[self._crcs]).view("<u4")[:, 0]
+        same = not (file != self._file)[self._fixed].any()
+        sound = same and crcs[self._index] in (0, zlib.crc32(file[self._pickle].data))
+        return (int(file[self._rank_at]), crcs) if sound else None
 
 
 # ---------------------------------------------------------------- content
@@ -324,12 +277,8 @@ def _storage_of(persistent_id: Any) -> _Storage:
 
 
 class _Converter:
-    """Converts the content of one file.
-
-    Args:
-        path: of the file.
-        storage: returns the bytes of a storage, and their record.
-    """
+    """Converts the content of one file; ``storage`` returns the bytes of a storage, and their
+    record."""
 
     def __init__(self, path: str, storage: Callable[[_Storage], tuple[ByteSource, Record]]) -> None:
         self._path, self._storage = path, storage
@@ -339,7 +288,7 @@ class _Converter:
         return convert_plain(value, length, self._convert)
 
     def _convert(self, value: Any) -> Any:
-        if isinstance(value, Object) and value.name in _TENSORS:
+        if isinstance(value, Object) and _TENSOR.fullmatch(value.name):
             if id(value) not in self._tensors:
                 self._tensors[id(value)] = self._tensor(value)
             return self._tensors[id(value)]
@@ -374,16 +323,16 @@ class _Converter:
         self, spec: TensorSpec, storage: _Storage, first: int, strides: Sequence[int]
     ) -> TensorSource:
         data, record = self._storage(storage)
-        last = first + sum((n - 1) * step for n, step in zip(spec.shape, strides, strict=True))
-        outside = first < 0 or min(strides, default=0) < 0
-        if outside or (last + 1) * spec.dtype.itemsize > record.nbytes:
+        start = first * spec.dtype.itemsize
+        # Without memory; raises for strides that no tensor has.
+        laid_out = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="meta")
+        if first < 0 or start + laid_out.untyped_storage().nbytes() > record.nbytes:
             raise CheckpointError(
                 f"truncated: {spec.dtype} of shape {shown(spec.shape)} is not in the record it "
                 f"names"
             )
-        if not _is_contiguous(spec.shape, strides):
+        if not laid_out.is_contiguous():
             return _strided(self._path, spec, data, record, first, strides)
-        start = first * spec.dtype.itemsize
         fills_record = record.crc and spec.nbytes == record.nbytes
         return TensorSource(
             spec,
@@ -391,15 +340,6 @@ class _Converter:
             identity=(self._path, record.start + start, spec),
             checksum=written(record.crc) if fills_record else None,
         )
-
-
-def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _strided(
@@ -464,26 +404,25 @@ def _dtype(name: str) -> torch.dtype:
     return dtype_named(name.removeprefix("torch."))
 
 
-def _is_known(name: str) -> bool:
-    if name in _KNOWN or _STORAGE.fullmatch(name):
-        return True
-    return name.startswith("torch.") and isinstance(getattr(torch, name[6:], None), torch.dtype)
+def is_known(name: str) -> bool:
+    """Return whether a class, function or dtype is one that files of tensors name."""
+    return bool(_KNOWN.fullmatch(name)) or isinstance(
+        getattr(torch, name.removeprefix("torch."), None), torch.dtype
+    )
 
 
 # ---------------------------------------------------------------- writing
 
 
 def write_skeleton(content: Any, path: str, at: int = 0) -> list[CopyTask]:
-    """Write an archive with room for the bytes of its tensors, but without these bytes.
+    """Write an archive with room for the bytes of its tensors; return what to copy into it: every
+    tensor that is not empty.
 
     Args:
         content: with a ``TensorSource`` in place of each tensor; names of the same object become
             names of one tensor.
         path: of the file to create.
         at: size of the file, if it exists, after which the archive begins.
-
-    Returns:
-        What to copy into it: every tensor that is not empty.
     """
     sources: list[TensorSource] = []
 

@@ -11,38 +11,26 @@ reported at the end, with whatever else is. Memory is bounded by ``WINDOWS`` tim
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
-from typing import Any, NamedTuple, overload
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from xla_fsdp.checkpoint.files.checksum import crcs_in
 from xla_fsdp.checkpoint.files.copying import damage
 from xla_fsdp.checkpoint.files.safetensors_file import Entry
-from xla_fsdp.checkpoint.files.tensor_source import ByteSource, Part, TensorSource
+from xla_fsdp.checkpoint.files.tensor_source import (
+    ByteSource,
+    Part,
+    RecentBlocks,
+    TensorSource,
+)
 from xla_fsdp.checkpoint.format.records import model_name
 
 WINDOW = 1 << 23  # bytes of all files together
 WINDOWS = 3  # that are kept, as a parameter and its optimizer states lie apart
-
-
-class Moved:
-    """The bytes of a file whose tensors come later than in another one.
-
-    Args:
-        file: local or remote.
-        by: number of bytes; less than 0 if they come earlier.
-    """
-
-    def __init__(self, file: ByteSource, by: int) -> None:
-        self.nbytes = file.nbytes - by
-        self._file, self._by = file, by
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        self._file.read_into(start + self._by, buffer)
 
 
 @dataclass(frozen=True)
@@ -54,55 +42,37 @@ class AlikeFile:
         file: its bytes, local or remote.
         entries: by name in the file; the same object in all files.
         checksums: by name in the file.
+        shift: bytes by which its tensors come later than ``entries`` say.
     """
 
     name: str
     file: ByteSource
     entries: Mapping[str, Entry]
     checksums: Mapping[str, str]
+    shift: int = 0
 
     def tensor(self, name: str) -> TensorSource:
         """Return a tensor by its name in the file, not verified."""
         entry = self.entries[name]
         return TensorSource(
             entry.spec,
-            Part(self.file, entry.start, entry.spec.nbytes),
+            Part(self.file, entry.start + self.shift, entry.spec.nbytes),
             identity=(self.name, entry.start, entry.spec) if entry.spec.nbytes else None,
             checksum=self.checksums.get(name),
         )
 
 
-class Window(NamedTuple):
-    """The same bytes of all files.
-
-    Args:
-        first: offset in the files.
-        last: offset after the last byte.
-        rows: of bytes, one for each rank.
-        read: whether a rank's row was read.
-    """
-
-    first: int
-    last: int
-    rows: np.ndarray
-    read: np.ndarray
-
-
 class AlikeFiles:
-    """The files of all ranks that have the same ``entries``.
-
-    Args:
-        entries: by name in a file.
-        files: at least two, in rank order; each is asked for when it is read.
-    """
+    """The files of all ranks that have the same ``entries``: at least two, in rank order, each of
+    which is asked for when it is read."""
 
     def __init__(self, entries: Mapping[str, Entry], files: Sequence[AlikeFile]) -> None:
         self._entries, self._files = entries, files
+        self._start = min((entry.start for entry in entries.values()), default=0)
         self._end = max((entry.stop for entry in entries.values()), default=0)
-        self._windows: OrderedDict[int, Window] = OrderedDict()
+        self._windows = RecentBlocks(WINDOWS * WINDOW)
         self._read: set[str] = set()
         self._damaged: dict[tuple[int, str], str] = {}
-        self._lock = Lock()
 
     def is_small(self, name: str) -> bool:
         """Whether a tensor is read for all ranks at once."""
@@ -118,10 +88,15 @@ class AlikeFiles:
 
     def rows(self, name: str, ranks: range) -> np.ndarray:
         """Return the bytes of a small tensor, one row for each of these ranks; verify them."""
-        entry = self._entries[name]
-        window = self._window(entry.start, entry.stop, ranks)
-        low, high = entry.start - window.first, entry.stop - window.first
-        rows = np.ascontiguousarray(window.rows[ranks.start : ranks.stop, low:high])
+        entry, width = self._entries[name], max(WINDOW // len(self._files), 1)
+        rows = np.empty((len(ranks), entry.spec.nbytes), np.uint8)
+        before = (entry.start - self._start) // width * width
+        for first in range(self._start + before, entry.stop, width):
+            read = partial(self._window, first, min(first + width, self._end), ranks)
+            window = np.frombuffer(self._windows.get((first, ranks), read), np.uint8)
+            low, high = max(entry.start, first), min(entry.stop, first + width)
+            part = window.reshape(len(ranks), -1)[:, low - first : high - first]
+            rows[:, low - entry.start : high - entry.start] = part
         self._verify(name, ranks, rows)
         return rows
 
@@ -132,26 +107,13 @@ class AlikeFiles:
                 self.rows(name, range(len(self._files)))
         return [text for _, text in sorted(self._damaged.items())]
 
-    def _window(self, start: int, stop: int, ranks: range) -> Window:
-        """Return a window with bytes ``start`` to ``stop`` of the files of these ranks."""
-        with self._lock:
-            found = [w for w in self._windows.values() if w.first <= start and stop <= w.last]
-            window = found[0] if found else self._new_window(start, stop)
-            self._windows.move_to_end(window.first)
-            missing = ranks.start + np.flatnonzero(~window.read[ranks.start : ranks.stop])
-            for rank in map(int, missing):
-                self._files[rank].file.read_into(window.first, window.rows[rank].data)
-                window.read[rank] = True
-            return window
-
-    def _new_window(self, start: int, stop: int) -> Window:
-        size = len(self._files)
-        last = min(max(stop, start + WINDOW // size), self._end)
-        rows = np.empty((size, last - start), np.uint8)  # takes memory when it is filled
-        self._windows[start] = window = Window(start, last, rows, np.zeros(size, bool))
-        while len(self._windows) > WINDOWS:
-            self._windows.popitem(last=False)
-        return window
+    def _window(self, first: int, last: int, ranks: range) -> memoryview:
+        """Return the same bytes of the files of these ranks."""
+        rows = np.empty((len(ranks), last - first), np.uint8)
+        for rank, row in zip(ranks, rows, strict=True):
+            file = self._files[rank]
+            file.file.read_into(first + file.shift, row.data)
+        return rows.reshape(-1).data
 
     def _verify(self, name: str, ranks: range, rows: np.ndarray) -> None:
         if len(ranks) == len(self._files):
@@ -169,24 +131,13 @@ class AlikeFiles:
 
 
 class TensorOfAll(Sequence[TensorSource]):
-    """A small tensor of several ranks; as a source, the bytes of all of them after one another.
-
-    Args:
-        files: of all ranks.
-        name: in the files.
-        entry: of the tensor in every file.
-        ranks: of the tensors in this sequence.
-    """
+    """A small tensor of these ranks; as a source, the bytes of all of them after one another."""
 
     def __init__(self, files: AlikeFiles, name: str, entry: Entry, ranks: range) -> None:
         self._files, self._name, self._entry, self._ranks = files, name, entry, ranks
         self.nbytes, self.at = entry.spec.nbytes * len(ranks), entry.start
 
-    @overload
-    def __getitem__(self, index: int) -> TensorSource: ...
-    @overload
-    def __getitem__(self, index: slice) -> TensorOfAll: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return TensorOfAll(self._files, self._name, self._entry, self._ranks[index])
         known = self._files.of_rank(self._ranks[index], self._name)

@@ -11,41 +11,66 @@ missing or of another type is in the message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache, partial
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from xla_fsdp.checkpoint.errors import CheckpointError, typed
 
 MAX_DEPTH = 20  # of nested hyperparameters, so that no file can exhaust the stack
 
-R = TypeVar("R")
-Code = Callable[[Any, str, int], Any]
-"""Takes a value, its path for messages, and the version of the format."""
+
+class Record:
+    """A dataclass with a JSON form: a dict of its fields, or what ``to_json`` returns and
+    ``from_json`` takes."""
 
 
-def encoded(record: Any, where: str, version: int) -> dict[str, Any]:
-    """Return a record in JSON values; raise ``CheckpointError`` if ``Any`` value of it is none."""
-    start = f"{where}." if where else ""
-    return {
-        each.name: each.encode(getattr(record, each.name), f"{start}{each.name}", version)
-        if each.encode
-        else getattr(record, each.name)
-        for each in _fields(record.__class__, version)
-    }
+def encoded(value: Any, where: str, version: int) -> Any:
+    """Return a record in JSON values; raise ``CheckpointError`` if a part of it is none."""
+    if isinstance(value, Record) and hasattr(value, "to_json"):
+        return value.to_json()
+    if isinstance(value, Record):
+        kind: Any = type(value)
+        names = [each.name for each in _fields(kind, version)]
+        return {name: encoded(getattr(value, name), _at(where, name), version) for name in names}
+    if isinstance(value, tuple):
+        return [encoded(each, _at(where, i), version) for i, each in enumerate(value)]
+    if isinstance(value, Mapping) and any(isinstance(each, Record) for each in value.values()):
+        return {key: encoded(each, _at(where, key), version) for key, each in value.items()}
+    return json_value(value, where)
 
 
-def decoded(kind: Callable[..., R], data: Any, where: str, version: int) -> R:
-    """Return the record that was ``encoded``; raise ``CheckpointError`` if it is malformed."""
-    typed(data, dict, where)
-    start, found = f"{where}." if where else "", {}
-    for each in _fields(kind, version):
-        if each.name in data:
-            found[each.name] = each.decode(data[each.name], f"{start}{each.name}", version)
-        elif each.required:
-            raise CheckpointError(f"{start}{each.name} is missing")
-    return kind(**found)
+def decoded(kind: Any, data: Any, where: str, version: int) -> Any:
+    """Return the value of type ``kind`` that was ``encoded``; raise ``CheckpointError`` if it is
+    malformed."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return json_value(data, where)
+    if hasattr(kind, "from_json"):
+        return kind.from_json(data, where, version)
+    if origin is None and issubclass(kind, Record):
+        found, typed_data = {}, typed(data, dict, where)
+        for each in _fields(kind, version):
+            if each.name in typed_data:
+                value = typed_data[each.name]
+                found[each.name] = decoded(each.kind, value, _at(where, each.name), version)
+            elif each.required:
+                raise CheckpointError(f"{_at(where, each.name)} is missing")
+        return kind(**found)
+    if origin is None:
+        return typed(data, kind, where)
+    if origin is Annotated:  # with a function that checks a list
+        return inner[1](typed(data, list, where), where)
+    if origin is tuple:
+        numbered = enumerate(typed(data, list, where))
+        return tuple(decoded(inner[0], each, _at(where, i), version) for i, each in numbered)
+    if origin is dict:
+        return {
+            typed(key, str, where): decoded(inner[1], each, _at(where, key), version)
+            for key, each in typed(data, dict, where).items()
+        }
+    return None if data is None else decoded(inner[0], data, where, version)
 
 
 def json_value(value: Any, where: str, depth: int = 0) -> Any:
@@ -69,72 +94,19 @@ def json_value(value: Any, where: str, depth: int = 0) -> Any:
 
 class _Field(NamedTuple):
     name: str
+    kind: Any
     required: bool
-    encode: Code | None  # None if its values are JSON already
-    decode: Code
 
 
 @cache
 def _fields(record: Any, version: int) -> list[_Field]:
     kinds = get_type_hints(record, include_extras=True)
     return [
-        _Field(each.name, each.metadata.get("required", True), *_codec(kinds[each.name]))
+        _Field(each.name, kinds[each.name], each.metadata.get("required", True))
         for each in fields(record)
         if each.metadata.get("since", 1) <= version
     ]
 
 
-def _codec(kind: Any) -> tuple[Code | None, Code]:
-    """Return how values of a type are encoded and decoded."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return (lambda value, where, version: json_value(value, where),) * 2
-    if hasattr(kind, "from_json"):  # its JSON is not a dict of its fields
-        return (lambda value, *_: value.to_json()), kind.from_json
-    if hasattr(kind, "__dataclass_fields__"):
-        return encoded, partial(decoded, kind)
-    if origin is None:
-        return None, lambda value, where, version: typed(value, kind, where)
-    if origin is Annotated:  # with a function that checks a list
-        check = inner[1]
-        return (lambda value, *_: list(value)), lambda value, where, _: check(
-            typed(value, list, where), where
-        )
-    if origin is tuple:
-        return _codec_of_tuple(*_codec(inner[0]))
-    if origin is dict:
-        return _codec_of_dict(*_codec(inner[1]))
-    encode, decode = _codec(inner[0])
-    return _or_none(encode) if encode else None, _or_none(decode)
-
-
-def _codec_of_tuple(encode: Code | None, decode: Code) -> tuple[Code, Code]:
-    def write(values: Any, where: str, version: int) -> list[Any]:
-        if encode is None:
-            return list(values)
-        return [encode(each, f"{where}.{i}", version) for i, each in enumerate(values)]
-
-    def read(values: Any, where: str, version: int) -> tuple[Any, ...]:
-        numbered = enumerate(typed(values, list, where))
-        return tuple(decode(each, f"{where}.{i}", version) for i, each in numbered)
-
-    return write, read
-
-
-def _codec_of_dict(encode: Code | None, decode: Code) -> tuple[Code, Code]:
-    def write(values: Any, where: str, version: int) -> dict[str, Any]:
-        if encode is None:
-            return dict(values)
-        return {key: encode(each, f"{where}.{key}", version) for key, each in values.items()}
-
-    def read(values: Any, where: str, version: int) -> dict[str, Any]:
-        return {
-            typed(key, str, where): decode(each, f"{where}.{key}", version)
-            for key, each in typed(values, dict, where).items()
-        }
-
-    return write, read
-
-
-def _or_none(code: Code) -> Code:
-    return lambda value, *more: None if value is None else code(value, *more)
+def _at(where: str, key: object) -> str:
+    return f"{where}.{key}" if where else f"{key}"

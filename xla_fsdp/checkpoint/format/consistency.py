@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
+    collecting,
     dtype_name,
     listed,
+    naming,
     one_line,
-    prefixed,
     shown,
 )
 from xla_fsdp.checkpoint.files.checksum import whole
@@ -42,23 +44,20 @@ def find_problems(shards: Sequence[Shard], *, optimizer: bool = True) -> list[st
     problems: list[str] = []
     known: list[tuple[Shard, Identity]] = []
     for shard in shards:
-        try:
+        with collecting(problems), naming(shard.source):
             known.append((shard, identify(shard.metadata)))
-        except CheckpointError as error:
-            problems += [f"{shard.source}: {problem}" for problem in error.problems]
     mixed = _mixed_problems(known)
     if mixed or not known:  # further checks would compare shards of different checkpoints
         return problems + mixed
     return problems + _rank_problems(known) + _content_problems(known, optimizer)
 
 
-def find_marker_problems(shard: Shard, marker: Marker) -> list[str]:
-    """Return a line if a shard is not from the file that a step's marker lists under its name."""
+def check_marker(shard: Shard, marker: Marker) -> None:
+    """Raise ``CheckpointError`` if a shard is not from the file that a step's marker lists under
+    its name."""
     name = os.path.basename(shard.source)
-    try:
+    with naming(shard.source):
         found = identify(shard.metadata)
-    except CheckpointError as error:
-        return prefixed(error, shard.source).problems
     own = rank_file_name(found.rank, found.world_size, name.rpartition(".")[2])
     save = f"step {marker.step} of job {marker.job}"
     if own != name or found.world_size != marker.world_size:
@@ -68,11 +67,11 @@ def find_marker_problems(shard: Shard, marker: Marker) -> list[str]:
     elif marker.files[name].digest not in (None, shard.digest):
         problem = f"is not the file that was written for {save}, by its digest in {MARKER}"
     else:
-        return []
-    return [
+        return
+    raise CheckpointError(
         f"{shard.source}: {one_line(problem)}. Take it from another copy of this step, or use "
         f"another step"
-    ]
+    )
 
 
 def _mixed_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
@@ -117,15 +116,14 @@ def _rank_problems(known: Sequence[tuple[Shard, Identity]]) -> list[str]:
 def _content_problems(known: Sequence[tuple[Shard, Identity]], optimizer: bool) -> list[str]:
     shards = [shard for shard, _ in known]
     reference = shards[0]
-    try:
+    problems: list[str] = []
+    with collecting(problems), naming(reference.source):
         plan = make_plan(reference.metadata, reference.state_dict, optimizer=optimizer)
-    except CheckpointError as error:
-        return [f"{reference.source}: {problem}" for problem in error.problems]
-    return [
-        f"{shard.source}: {problem}"
-        for shard in shards
-        for problem in _shard_problems(plan, shard, reference)
-    ] + list(_replica_problems(known))
+        for shard in shards:
+            found = _shard_problems(plan, shard, reference)
+            problems += [f"{shard.source}: {problem}" for problem in found]
+        problems += _replica_problems(known)
+    return problems
 
 
 def _replica_problems(known: Sequence[tuple[Shard, Identity]]) -> Iterator[str]:
@@ -255,16 +253,14 @@ def describe_shards(shards: Sequence[Shard]) -> Iterator[str]:
     """Yield lines with ranks, names, shapes and optimizer state; unreadable shards are skipped."""
     readable = []
     for shard in shards:
-        try:
+        with suppress(CheckpointError):
             identity = identify(shard.metadata)
-        except CheckpointError:
-            continue
-        readable.append(shard)
-        size = sum(tensor.spec.nbytes for _, tensor in shard.tensors())
-        yield (
-            f"rank {identity.rank} of {identity.world_size}: {shard.source} "
-            f"({identity.format}, {size:,} bytes of tensors)"
-        )
+            readable.append(shard)
+            size = sum(tensor.spec.nbytes for _, tensor in shard.tensors())
+            yield (
+                f"rank {identity.rank} of {identity.world_size}: {shard.source} "
+                f"({identity.format}, {size:,} bytes of tensors)"
+            )
     if readable:
         yield from _contents(readable[0])
 
@@ -272,11 +268,8 @@ def describe_shards(shards: Sequence[Shard]) -> Iterator[str]:
 def verify_shards(
     shards: Sequence[Shard], threads: int, progress: Progress
 ) -> tuple[list[str], int, int]:
-    """Read all tensors that have a checksum, or are verified as they are read, and verify them.
-
-    Returns:
-        One line for each damaged tensor; the number of tensors with a checksum, and without.
-    """
+    """Verify all tensors that have a checksum, or are verified as they are read. Return one line
+    for each that is damaged; the number of tensors with a checksum, and without."""
     known = [
         (f"{shard.source}: {name}", tensor)
         for shard in shards
@@ -290,10 +283,8 @@ def verify_shards(
     others = [(s.verified, t) for s in shards for _, t in s.tensors() if t.checksum is None]
     verified = [tensor for is_verified, tensor in others if is_verified]
     for tensor in verified:
-        try:
+        with collecting(problems):
             read_crcs([tensor.data], threads=1, progress=progress)
-        except CheckpointError as error:
-            problems += error.problems
     return problems, len(known) + len(verified), len(others) - len(verified)
 
 
@@ -315,10 +306,6 @@ def _contents(shard: Shard) -> Iterator[str]:
             yield f"whole    {name}  a {type(value).__name__}"
     for alias, canonical in plan.ties.items():
         yield f"tied     {alias} = {canonical}"
-    yield from _optimizer_contents(plan)
-
-
-def _optimizer_contents(plan: MergePlan) -> Iterator[str]:
     if plan.optimizer is None:
         return
     for i, group in enumerate(plan.optimizer.groups):

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from typing import Any
 
 import torch
 
 from xla_fsdp.checkpoint.files.tensor_source import (
-    ByteSource,
     JoinedShards,
     Part,
     TensorSource,
@@ -46,7 +45,7 @@ class ShardedEntry:
     Args:
         members: the parameters flattened into it, in order; exactly one if ``row_shape`` is not
             empty.
-        layout: of elements, or of rows, over the ranks of one tensor-parallel part.
+        layout: of elements over the ranks of one tensor-parallel part.
         row_shape: a shard's shape without dim 0; ``()`` if the shard is a vector of elements.
         dtype: of every rank's shard.
         parts: number of tensor-parallel parts of the model.
@@ -61,12 +60,8 @@ class ShardedEntry:
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of every rank's shard."""
-        return (self.layout.shard_numel, *self.row_shape)
-
-    @property
-    def row_numel(self) -> int:
-        """Number of elements of one row of the layout; 1 if it counts elements."""
-        return math.prod(self.row_shape)
+        rows = self.layout.shard_numel // max(1, math.prod(self.row_shape))
+        return (rows, *self.row_shape)
 
 
 @dataclass(frozen=True)
@@ -124,13 +119,8 @@ class FullCheckpoint:
 
 
 def full_checkpoint(plan: MergePlan, shards: Sequence[Shard], own: int = 0) -> FullCheckpoint:
-    """Return the full model and optimizer.
-
-    Args:
-        plan: of these shards, which ``find_problems`` has checked.
-        shards: of every rank, in rank order.
-        own: rank whose unsharded tensors and values are taken.
-    """
+    """Return the full model and optimizer from the checked shards of every rank, in rank order;
+    unsharded tensors and values are those of rank ``own``."""
     optimizer = None
     if plan.optimizer is not None:
         optimizer = _full_optimizer(plan, plan.optimizer, shards, shards[own])
@@ -142,37 +132,31 @@ def _full_members(
 ) -> Iterator[tuple[str, TensorSource]]:
     """Yield the name and the full tensor of every parameter of an entry, given its shards in rank
     order; with ``once``, the same object again for the same memory."""
-    if entry.row_shape:
-        starts, lengths = [0], [entry.layout.numel]
-    else:
-        lengths = [member.local_numel(entry.parts) for member in entry.members]
-        starts = list(accumulate(lengths, initial=0))[:-1]
-    for member, start, length in zip(entry.members, starts, lengths, strict=True):
+    start = 0
+    for member in entry.members:
 
-        def join(member: MemberRecord = member, start: int = start, n: int = length) -> Any:
-            return global_of(_parts(entry, member, shards, start, start + n), member)
+        def join(member: MemberRecord = member, start: int = start) -> TensorSource:
+            return global_of(_parts(entry, member, shards, start), member)
 
         yield member.name, once.get(shards, (member.shape, start), join) if once else join()
+        start += member.local_numel(entry.parts)
 
 
 def _parts(
-    entry: ShardedEntry, member: MemberRecord, shards: Sequence[TensorSource], start: int, stop: int
+    entry: ShardedEntry, member: MemberRecord, shards: Sequence[TensorSource], start: int
 ) -> list[TensorSource]:
-    """Return a parameter's local tensor of each tensor-parallel part; if replicated, the first."""
+    """Return a parameter's local tensor of each tensor-parallel part; if replicated, the first.
+    It is in the shards of a part from element ``start`` on."""
     parts, size = entry.parts if member.tensor_dim is not None else 1, entry.layout.num_shards
     spec = TensorSpec(shards[0].dtype, member.local_shape(entry.parts))
-    of_parts = [shards[part * size : (part + 1) * size] for part in range(parts)]
-    return [TensorSource(spec, _joined(entry, own, start, stop)) for own in of_parts]
-
-
-def _joined(
-    entry: ShardedEntry, shards: Sequence[TensorSource], start: int, stop: int
-) -> ByteSource:
-    """Return the bytes of elements (or rows) ``start`` to ``stop`` of the unsharded entry."""
-    row = entry.row_numel * shards[0].dtype.itemsize
-    width = entry.layout.shard_numel * row
-    joined = shards if isinstance(shards, TensorOfAll) else JoinedShards(shards, width)
-    return Part(joined, start * row, (stop - start) * row)
+    width = entry.layout.shard_numel * spec.dtype.itemsize
+    made = []
+    for part in range(parts):
+        own = shards[part * size : (part + 1) * size]
+        joined = own if isinstance(own, TensorOfAll) else JoinedShards(own, width)
+        data = Part(joined, start * spec.dtype.itemsize, spec.nbytes)
+        made.append(TensorSource(spec, data))
+    return made
 
 
 def _full_model(plan: MergePlan, shards: Sequence[Shard], own: Shard) -> dict[str, Any]:

@@ -52,11 +52,7 @@ class Identity(NamedTuple):
 
 
 def identify(metadata: Any) -> Identity:
-    """Return the identity of a shard; step and job are None if its metadata does not have them.
-
-    Raises:
-        CheckpointError: if the metadata has neither format or is malformed.
-    """
+    """Return the identity of a shard; step and job are None if its metadata does not have them."""
     if _is_torch_xla(typed(metadata, dict, "shard_metadata")):
         return Identity("torch_xla", *_torch_xla_identity(metadata))
     if metadata.get("format") == FORMAT:
@@ -87,16 +83,8 @@ def shared_part(metadata: dict[str, Any]) -> dict[str, Any]:
 def make_plan(
     metadata: dict[str, Any], state_dict: Mapping[str, Any], *, optimizer: bool = True
 ) -> MergePlan:
-    """Return the plan to merge this shard with those of the other ranks.
-
-    Args:
-        metadata: result of ``model.get_shard_metadata()``, in either format.
-        state_dict: of the same rank; torch_xla's metadata has no lengths and dtypes of shards.
-        optimizer: whether to merge optimizer state too.
-
-    Raises:
-        CheckpointError: with every problem found, such as missing keys or colliding names.
-    """
+    """Return the plan to merge this shard with those of the other ranks. Of torch_xla's metadata,
+    the state dict tells the lengths and dtypes of shards."""
     identify(metadata)
     plan = (
         _torch_xla_plan(metadata, state_dict)
@@ -125,13 +113,10 @@ def _own_plan(metadata: ShardMetadata, state_dict: Mapping[str, Any]) -> MergePl
 
 
 def _own_entry(record: ParamRecord, world_size: int, parts: int) -> ShardedEntry:
-    dtype, parts = dtype_named(record.dtype), record.parts_of(parts)
-    if not record.by_rows:
-        return ShardedEntry(record.members, record.layout(world_size, parts), (), dtype, parts)
-    size, *row_shape = record.members[0].local_shape(parts)
-    multiple = record.multiple // max(1, math.prod(row_shape))
-    rows = ShardLayout((size,), world_size // parts, multiple)
-    return ShardedEntry(record.members, rows, tuple(row_shape), dtype, parts)
+    own = record.parts_of(parts)
+    row_shape = record.members[0].local_shape(own)[1:] if record.by_rows else ()
+    layout, dtype = record.layout(world_size, parts), dtype_named(record.dtype)
+    return ShardedEntry(record.members, layout, row_shape, dtype, own)
 
 
 def _name_problems(plan: MergePlan) -> list[str]:
@@ -260,11 +245,10 @@ def _torch_xla_entry(
     # as the multiple gives the same slices as the true one. A shard of more than one dim was made
     # with ``shard_param_on_dim_0``.
     by_rows = len(shard.shape) > 1 and len(members) == 1
-    size = members[0].shape[0] if by_rows and members[0].shape else sum(m.numel for m in members)
-    multiple = max(shard.shape[0] if shard.shape else 1, 1)
+    numel = sum(member.numel for member in members)
     return ShardedEntry(
         members=members,
-        layout=ShardLayout((size,), world_size, multiple),
+        layout=ShardLayout((numel,), world_size, max(math.prod(shard.shape), 1)),
         row_shape=members[0].shape[1:] if by_rows else (),
         dtype=shard.dtype,
     )

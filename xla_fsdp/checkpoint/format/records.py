@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
@@ -32,7 +32,7 @@ from xla_fsdp.checkpoint.errors import (
     typed,
 )
 from xla_fsdp.checkpoint.files.checksum import digest, is_checksum
-from xla_fsdp.checkpoint.format.codec import decoded, encoded
+from xla_fsdp.checkpoint.format.codec import Record, decoded, encoded
 from xla_fsdp.distributed.placement import local_shape
 from xla_fsdp.distributed.shard_layout import ROWS, ShardLayout
 
@@ -95,7 +95,7 @@ class StateEntry:
 
 
 @dataclass(frozen=True)
-class GroupRecord:
+class GroupRecord(Record):
     """A parameter group: the keys in it, in order, and its hyperparameters (``lr``, ...)."""
 
     params: tuple[str, ...]
@@ -129,7 +129,7 @@ class OptimizerState:
 
 
 @dataclass(frozen=True)
-class StateRecord:
+class StateRecord(Record):
     """The optimizer states of one key in a file: names of tensors, and JSON values.
 
     Args:
@@ -168,7 +168,7 @@ class StateRecord:
 
 
 @dataclass(frozen=True)
-class OptimizerRecord:
+class OptimizerRecord(Record):
     """An optimizer's parameter groups in a file, and the states of every key that has any."""
 
     groups: tuple[GroupRecord, ...]
@@ -190,7 +190,7 @@ class OptimizerRecord:
 
 
 @dataclass(frozen=True)
-class MemberRecord:
+class MemberRecord(Record):
     """One original parameter.
 
     Args:
@@ -226,7 +226,7 @@ class MemberRecord:
 
 
 @dataclass(frozen=True)
-class ParamRecord:
+class ParamRecord(Record):
     """One sharded entry of the state dict.
 
     Args:
@@ -297,7 +297,7 @@ class FileMetadata(dict[str, Any]):
 
 
 @dataclass(frozen=True)
-class ShardMetadata:
+class ShardMetadata(Record):
     """All that is needed, beside the state dicts, to merge the shards of a model.
 
     Args:
@@ -465,7 +465,7 @@ def _check_states(metadata: ShardMetadata) -> None:
 # The small JSON files of a step, beside the files of the ranks: each has a format and a version.
 
 
-class _SmallFile:
+class _SmallFile(Record):
     """A dataclass that is the content of a JSON file."""
 
     NAME: ClassVar[str]
@@ -479,11 +479,7 @@ class _SmallFile:
 
     @classmethod
     def from_bytes(cls: type[S], data: bytes, name: str) -> S:
-        """Read the result of ``to_bytes``; ``name`` is the file's, for messages.
-
-        Raises:
-            CheckpointError: if it is malformed, or of another version.
-        """
+        """Read the result of ``to_bytes``; ``name`` is the file's, for messages."""
         try:
             content = typed(json.loads(data), dict, "content")
             found, version = content.get("format"), content.get("version")
@@ -521,7 +517,8 @@ class JobRecord(_SmallFile):
     replaced: tuple[str, ...] = ()
 
 
-class FileRecord(NamedTuple):
+@dataclass(frozen=True)
+class FileRecord(Record):
     """What a rank says of its file.
 
     Args:

@@ -9,12 +9,14 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from glob import escape, glob
 from typing import Any
 
-from xla_fsdp.checkpoint.errors import CheckpointError, listed, prefixed
+from xla_fsdp.checkpoint.errors import CheckpointError, listed, naming
 from xla_fsdp.checkpoint.files.checksum import digest, is_checksum, written
 from xla_fsdp.checkpoint.files.copying import Verifier, verified, verifying
 from xla_fsdp.checkpoint.files.json_values import unpack
@@ -38,20 +40,24 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     full_path,
 )
 from xla_fsdp.checkpoint.files.torch_file import SMALL_ARCHIVE, Archive, read_torch_file
-from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles, Moved
+from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles
 from xla_fsdp.checkpoint.format.records import (
     OF_RANK,
     VALUE_PREFIX,
     VALUES_KEY,
     FileMetadata,
-    Marker,
     StateEntry,
     StateRecord,
     digest_of_torch_file,
     model_name,
     state_name,
 )
-from xla_fsdp.checkpoint.steps.step_directory import MARKER, check_step, complete_attempts
+from xla_fsdp.checkpoint.steps.step_directory import (
+    MARKER,
+    complete_attempts,
+    find_marker,
+    read_marker,
+)
 
 DEFAULT_SUFFIX = "*.pth"
 SAFETENSORS = ".safetensors"
@@ -125,9 +131,6 @@ def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
             step, of torch.distributed.checkpoint (returned as one path), or with any shard files.
         ckpt_suffix: pattern for the rest of their paths. A directory as ``ckpt_prefix`` is searched
             for ``.pth`` and ``.safetensors`` files if this is ``DEFAULT_SUFFIX``.
-
-    Raises:
-        CheckpointError: if a step is not complete, or no prefix and no pattern is given.
     """
     if ckpt_suffix == DEFAULT_SUFFIX:
         full_path(ckpt_prefix, "ckpt_prefix")  # raises if that is empty
@@ -166,10 +169,9 @@ def describe_found(paths: Sequence[str], ckpt_prefix: str, ckpt_suffix: str) -> 
         return f"a directory of torch.distributed.checkpoint in {ckpt_prefix}"
     folder, _ = split_path(paths[0])
     kinds = dict.fromkeys(os.path.splitext(path)[1] for path in paths)
-    found = f"{count} ({' and '.join(kinds)}) in {folder}"
-    if not has_marker(folder):
-        return found
-    return f"{found}, step {read_marker_file(folder).step}"
+    marker = find_marker(folder)
+    step = "" if marker is None else f", step {marker.step}"
+    return f"{count} ({' and '.join(kinds)}) in {folder}{step}"
 
 
 def nothing_found(ckpt_prefix: str, ckpt_suffix: str) -> str:
@@ -206,24 +208,8 @@ def _local(path: str) -> str:
     return os.path.expanduser(path.removeprefix(LOCAL))
 
 
-def has_marker(folder: str) -> bool:
-    """Return whether a folder is a step's directory, and complete."""
-    if is_url(folder):
-        return open_storage(folder).find(MARKER) is not None
-    return os.path.exists(os.path.join(folder, MARKER))
-
-
-def read_marker_file(folder: str) -> Marker:
-    """Read the marker in a step's directory; raise ``CheckpointError`` if it is malformed."""
-    name = os.path.join(folder, MARKER)
-    marker = Marker.from_bytes(open_storage(folder).read(MARKER), name)
-    own = folder if is_url(folder) else os.path.abspath(folder)
-    check_step(marker, os.path.basename(own), name)
-    return marker
-
-
 def _files_of_step(folder: str) -> list[str]:
-    files = read_marker_file(folder).files
+    files = read_marker(open_storage(folder)).files
     if strange := [name for name in files if os.path.basename(name) != name or name in ("", "..")]:
         raise CheckpointError(
             f"{os.path.join(folder, MARKER)}: {strange[0]!r} is not the name of a file in its "
@@ -236,38 +222,23 @@ def _files_of_step(folder: str) -> list[str]:
 
 
 def open_safetensors(file: ByteSource, name: str, like: Shard | None = None) -> Shard:
-    """Open the shard in a safetensors file; reads its header only.
-
-    Args:
-        file: local or remote.
-        name: of the file, for messages.
-        like: the shard in another rank's file, with which this one shares what is equal in both.
-
-    Raises:
-        CheckpointError: with lines that name the file, if it is malformed or no shard file.
-    """
+    """Open the shard in a safetensors file, local or remote, of whose tensors it reads none; it
+    shares with ``like``, of another rank, what is equal in both."""
     known = like.layout if like is not None else None
     if isinstance(known, SafetensorsLayout) and (twin := known.twin(file, name)):
         return twin
     header = read_header(file, name)
-    try:
+    with naming(name):
         metadata = FileMetadata(shard_metadata_of(header))
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from error
     notes = {key: text for key, text in header.metadata.items() if key not in OWN_METADATA}
-    checksums = _checksums(metadata)
     layout = SafetensorsLayout(file, header, metadata, notes)
-    return layout.shard(file, name, metadata, checksums, notes, header.digest)
+    own = AlikeFile(name, file, header.entries, _checksums(metadata))
+    return layout.shard(own, metadata, notes, header.digest)
 
 
 class Layout:
-    """What files that are alike have in common.
-
-    Args:
-        entries: of all tensors, by name in a file.
-        model: names in a file of the model's tensors, by key.
-        optimizer: the same of the optimizer's states.
-    """
+    """What files that are alike have in common: the entries of all tensors by name in a file; and
+    these names by key of the model, and of the optimizer's states."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self.entries = entries
@@ -277,18 +248,11 @@ class Layout:
         self._others = {n: n for n in entries if not n.startswith(kinds)}
 
     def shard(
-        self,
-        file: ByteSource,
-        name: str,
-        metadata: FileMetadata,
-        checksums: Mapping[str, str],
-        notes: Mapping[str, str],
-        digest: str | None,
+        self, own: AlikeFile, metadata: FileMetadata, notes: Mapping[str, str], digest: str | None
     ) -> Shard:
         """Return the shard in a file that is alike."""
-        own = AlikeFile(name, file, self.entries, checksums)
         return Shard(
-            name,
+            own.name,
             LazyMapping(self.model, own.tensor),
             metadata,
             LazyMapping(self.optimizer, own.tensor),
@@ -301,14 +265,7 @@ class Layout:
 
 
 class SafetensorsLayout(Layout):
-    """The layout of safetensors files.
-
-    Args:
-        file: the first of them.
-        header: of that file.
-        metadata: of that file.
-        notes: further metadata in the header.
-    """
+    """The layout of safetensors files, as the first of them and its header have it."""
 
     def __init__(
         self, file: ByteSource, header: Header, metadata: FileMetadata, notes: Mapping[str, str]
@@ -328,22 +285,21 @@ class SafetensorsLayout(Layout):
             known.append(self._notes.get(VALUES_KEY, -1))
             if own != known or checksums != list(_checksums(self._metadata).values()):
                 self._fixed = b"-"
-        try:
+        with naming(name):
             data = header_bytes(file)
-        except CheckpointError as error:
-            raise prefixed(error, name) from error
         try:
             fixed, (*ranks, values), checksums = _divided(data)
         except (ValueError, RecursionError):  # damaged; reading all of it tells how
             return None
-        moved = Moved(file, len(data) - self._header.data_start)
-        if fixed != self._fixed or moved.nbytes != self._header.file_size:
+        shift = len(data) - self._header.data_start
+        if fixed != self._fixed or file.nbytes - shift != self._header.file_size:
             return None
         sums = dict(zip(self._metadata["fingerprints"], checksums, strict=True))
         of_rank = {k: v for k, v in zip(OF_RANK, (*ranks, sums), strict=True) if v != -1}
         notes = self._notes if values == -1 else {**self._notes, VALUES_KEY: values}
         metadata = FileMetadata(of_rank, self._metadata)
-        return self.shard(moved, name, metadata, sums, notes, digest(data))
+        twin = AlikeFile(name, file, self.entries, sums, shift)
+        return self.shard(twin, metadata, notes, digest(data))
 
 
 _CHECKSUM = re.compile(rb"(crc32:[0-9a-f]{8,})")
@@ -374,16 +330,8 @@ def _checksums(metadata: Any) -> dict[str, str]:
 
 
 def open_torch(path: str, like: Shard | None = None) -> Shard:
-    """Open the shard in a torch file on this machine.
-
-    Args:
-        path: of the file.
-        like: the shard in another rank's file, with which this one shares what is equal in both.
-
-    Raises:
-        CheckpointError: with lines that name the file: it cannot be read, would run code, or lacks
-            the model or the metadata.
-    """
+    """Open the shard in a torch file on this machine; it shares with ``like``, of another rank,
+    what is equal in both."""
     known = like.layout if like is not None else None
     if isinstance(known, TorchLayout) and (twin := known.twin(path)):
         return twin
@@ -418,9 +366,7 @@ class TorchLayout(Layout):
     def __init__(self, first: Shard, entries: Mapping[str, Entry]) -> None:
         super().__init__(entries)
         self._first = first
-        self._archive: Archive | None = None
-        self._rest: list[bytes] = []
-        self._records: dict[str, int] = {}  # whose CRC-32s are the checksums of tensors
+        self._metadata = FileMetadata(first.metadata)
 
     @classmethod
     def of(cls, shard: Shard) -> TorchLayout | None:
@@ -443,36 +389,31 @@ class TorchLayout(Layout):
     def twin(self, path: str) -> Shard | None:
         """Return the shard in a file that differs only in the rank and the tensors; None if it
         differs in more, or cannot be read."""
-        try:
-            self._prepare()
-            assert self._archive is not None  # which ``_prepare`` has opened
-            found = self._archive.twin(path)
-        except Exception:  # as for ``read_torch``, which then tells what is wrong
-            return None
+        found = None
+        with suppress(OSError):  # which reading all of it tells
+            found = None if self._archive is None else self._archive.twin(path)
         if found is None:
             return None
-        crcs, data = found
-        rest = self._RANK.split(data)
-        if rest[::2] != self._rest or len(rest) != 3:
-            return None
+        rank, crcs = found
         sums = {name: written(int(crcs[record])) for name, record in self._records.items()}
-        metadata = FileMetadata({"rank": rest[1][0]}, self._metadata)
-        return self.shard(LocalFile(path), path, metadata, sums, {}, None)
+        metadata = FileMetadata({"rank": rank}, self._metadata)
+        return self.shard(AlikeFile(path, LocalFile(path), self.entries, sums), metadata, {}, None)
 
-    def _prepare(self) -> None:
-        if self._archive is not None:
-            return
-        self._archive = archive = Archive(self._first.source)
-        self._metadata = FileMetadata(self._first.metadata)
-        rest = self._RANK.split(archive.pickle)
-        if len(rest) == 3 and rest[1] == bytes([self._metadata["rank"]]):
-            self._rest = rest[::2]
-        known = {start: index for index, start in enumerate(archive.starts)}
-        self._records = {
-            name: known[entry.start]
-            for (name, tensor), entry in zip(
-                self._first.tensors(), self.entries.values(), strict=True
-            )
+    @cached_property
+    def _archive(self) -> Archive | None:
+        try:
+            return Archive(self._first.source, self._RANK)
+        except Exception:  # as for ``read_torch``; each file is read by itself then
+            return None
+
+    @cached_property
+    def _records(self) -> dict[str, int]:
+        """The records whose CRC-32s are the checksums of tensors, by the names of these."""
+        assert self._archive is not None  # as there is a twin
+        known = {start: index for index, start in enumerate(self._archive.starts)}
+        return {
+            name: known[self.entries[name].start]
+            for name, tensor in self._first.tensors()
             if tensor.checksum is not None
         }
 
@@ -527,11 +468,7 @@ def _digest(metadata: Any, values: str) -> str | None:
 
 
 def values_of(shard: Shard) -> Any:
-    """Return the values that were saved beside model and optimizer; ``{}`` if there are none.
-
-    Raises:
-        CheckpointError: if they are damaged.
-    """
+    """Return the values that were saved beside model and optimizer; ``{}`` if there are none."""
     try:
         packed = json.loads(shard.notes.get(VALUES_KEY, "{}"))
     except (ValueError, RecursionError) as error:
@@ -540,10 +477,8 @@ def values_of(shard: Shard) -> Any:
     names = [f"{VALUE_PREFIX}{index}" for index in range(count)]
     if absent := [name for name in names if name not in shard.others]:
         raise CheckpointError(f"{shard.source}: {absent[0]} is missing")
-    try:
+    with naming(shard.source):
         return unpack(packed, [shard.others[name].load() for name in names])
-    except CheckpointError as error:
-        raise prefixed(error, shard.source) from error
 
 
 def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:

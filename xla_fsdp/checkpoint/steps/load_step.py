@@ -32,9 +32,10 @@ from xla_fsdp.checkpoint.convert.reshard import (
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     MismatchError,
+    collecting,
     deleted_meanwhile,
     listed,
-    prefixed,
+    naming,
     raise_if,
     typed,
 )
@@ -52,7 +53,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     same_bytes,
 )
 from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles
-from xla_fsdp.checkpoint.format.consistency import find_marker_problems, find_misfits
+from xla_fsdp.checkpoint.format.consistency import check_marker, find_misfits
 from xla_fsdp.checkpoint.format.plan import make_plan
 from xla_fsdp.checkpoint.format.records import (
     SUFFIXES,
@@ -101,18 +102,8 @@ def load_step(
     target: LoadTarget,
     selection: Selection = EVERYTHING,
 ) -> LoadedStep:
-    """Read the part of a complete attempt that a rank needs.
-
-    Args:
-        storage: of the calling rank.
-        attempt: to load, which is complete.
-        target: describes the rank's part of the model and the optimizer.
-        selection: of the tensors to read.
-
-    Raises:
-        MismatchError: if ``target`` is another model.
-        CheckpointError: with every problem found.
-    """
+    """Read the part of a complete attempt that a rank needs; raise ``MismatchError`` if ``target``
+    is another model."""
     try:
         return _load(storage, attempt, target, selection)
     except CheckpointError as error:
@@ -130,14 +121,12 @@ def _is_there(storage: Storage, attempt: Attempt) -> bool:
 def _load(
     storage: Storage, attempt: Attempt, target: LoadTarget, selection: Selection
 ) -> LoadedStep:
-    marker = read_marker(storage, attempt)
+    marker = read_marker(storage, attempt.folder)
     same_size = marker.world_size == target.metadata.world_size
     own = target.metadata.rank if same_size else 0
     shards, opened = _open(storage, attempt, marker, own)
-    try:
+    with naming(shards[own].source):
         plan = make_plan(shards[own].metadata, shards[own].state_dict)
-    except CheckpointError as error:
-        raise prefixed(error, shards[own].source) from error
     raise_if([f"{s.source}: {problem}" for s in opened for problem in find_misfits(plan, s, s)])
     source = SourceCheckpoint(selection.plan(plan), shards, own)
     found = plan_read(source, target, selection)
@@ -229,9 +218,6 @@ class RankFiles:
         marker: of the attempt.
         names: of every rank's file, in rank order.
         first: rank whose file is opened at once; the others must have the same tensors.
-
-    Raises:
-        CheckpointError: if that file cannot be opened, or is not the one that the marker lists.
     """
 
     def __init__(
@@ -266,7 +252,7 @@ class RankFiles:
                 source = checked_source(self._storage, at, size, self._sizes.get(name))
                 shard = open_safetensors(source, self.source(rank), self._like)
                 self._like = self._like or shard
-                raise_if(find_marker_problems(shard, self._marker))
+                check_marker(shard, self._marker)
                 self._opened[rank] = verified_shard(shard, self._recent)
             return self._opened[rank]
 
@@ -348,25 +334,22 @@ class _TensorOfRank:
 def _open_torch_files(
     storage: Storage, attempt: Attempt, marker: Marker, names: Sequence[str]
 ) -> list[Shard]:
-    """Open the ``.pth`` files of all ranks; remote ones are copied.
-
-    Raises:
-        CheckpointError: if one cannot be opened, or is not the one that the marker lists.
-    """
+    """Open the ``.pth`` files of all ranks; remote ones are copied."""
     open_file = open_torch if isinstance(storage, LocalStorage) else open_remote_torch
     for name in names:
         checked_source(storage, attempt.file(name), marker.files[name].nbytes)
     recent = RecentBlocks(PARTLY_READ)
     paths = [path_of(storage, attempt.file(name)) for name in names]
     shards = [verified_shard(open_file(path), recent) for path in paths]
-    raise_if([problem for shard in shards for problem in find_marker_problems(shard, marker)])
-    raise_if(
-        [
-            f"{shard.source}: has no 'values'; save_checkpoint did not write it"
-            for shard in shards
-            if VALUES_KEY not in shard.notes
-        ]
-    )
+    problems: list[str] = []
+    for shard in shards:
+        with collecting(problems):
+            check_marker(shard, marker)
+            if VALUES_KEY not in shard.notes:
+                raise CheckpointError(
+                    f"{shard.source}: has no 'values'; save_checkpoint did not write it"
+                )
+    raise_if(problems)
     return shards
 
 
@@ -378,11 +361,7 @@ def path_of(storage: Storage, name: str) -> str:
 def checked_source(
     storage: Storage, name: str, size: int, listed_size: int | None = None
 ) -> ByteSource:
-    """Return a file, of ``listed_size`` bytes if that is known.
-
-    Raises:
-        CheckpointError: unless it exists and has ``size`` bytes.
-    """
+    """Return a file, of ``listed_size`` bytes if that is known."""
     try:
         source = storage.source(name, listed_size)
     except CheckpointError as error:

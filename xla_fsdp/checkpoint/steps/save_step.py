@@ -1,10 +1,5 @@
 """Save one step: write a file for each rank, announce it, then mark the step as complete.
 
-Each rank writes the shards of its model and optimizer, and *values*: all else (schedulers,
-counters, random number states), packed by ``json_values``. A ``.safetensors`` file has the values
-in its header and in tensors of their own. A ``.pth`` file has torch_xla's keys, ``model`` and
-``shard_metadata``, and the optimizer's state by parameter key.
-
 The *leader* of a directory is the one rank that writes the marker and deletes: rank 0 if all ranks
 see the same files, else the first on each host to make the attempt's folder. The *token* of a
 job names it in everything that it writes; a job that finds another's in a directory stops.
@@ -12,14 +7,12 @@ job names it in everything that it writes; a job that finds another's in a direc
 Invariants: all ranks raise the same error or none, and agree on everything before anything is
 written; the marker lists what ranks have announced, and is written after all files have been listed
 with these sizes; until then older complete steps are not deleted; a thread may write a rank's file,
-but ranks communicate only in the caller's thread; tensors are written without a copy (to a ``.pth``
-file: with one).
+but ranks communicate only in the caller's thread.
 """
 
 from __future__ import annotations
 
 import atexit
-import io
 import json
 import math
 import os
@@ -30,33 +23,21 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from xla_fsdp.checkpoint.errors import CheckpointError, T, lines_of, raise_if
-from xla_fsdp.checkpoint.files.checksum import checksum, digest
-from xla_fsdp.checkpoint.files.json_values import Packed
-from xla_fsdp.checkpoint.files.safetensors_file import plan_file, shard_file_metadata
+from xla_fsdp.checkpoint.errors import CheckpointError, collecting, lines_of, raise_if
 from xla_fsdp.checkpoint.files.storage import Storage
-from xla_fsdp.checkpoint.files.tensor_source import Buffer, TensorSpec, bytes_of
 from xla_fsdp.checkpoint.format.records import (
-    VALUE_PREFIX,
-    VALUES_KEY,
     Announcement,
     FileRecord,
     JobRecord,
     Marker,
-    ShardMetadata,
-    digest_of_torch_file,
-    model_name,
     rank_file_name,
-    state_name,
 )
+from xla_fsdp.checkpoint.steps.rank_file import RankContent, Written, write_rank_file
 from xla_fsdp.checkpoint.steps.step_directory import (
     JOB,
     MARKER,
@@ -77,101 +58,6 @@ LOOK_EVERY = 0.5  # seconds after which the leader looks again for announcements
 PATIENCE = 300.0  # seconds that it goes on after the main thread has ended
 LOST_EXIT_CODE = 1
 REMEMBERED = 64  # jobs that were replaced, in ``job.json``
-
-
-@dataclass(frozen=True)
-class RankContent:
-    """The content of one rank's file, in host memory.
-
-    Args:
-        metadata: of its shards, without checksums.
-        model: by key of the state dict, without aliases.
-        states: tensors of the optimizer by key and state.
-        values: everything else.
-    """
-
-    metadata: ShardMetadata
-    model: Mapping[str, Tensor]
-    states: Mapping[str, Mapping[str, Tensor]]
-    values: Packed
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by its name in a file."""
-        named = {model_name(key): tensor for key, tensor in self.model.items()}
-        for key, states in self.states.items():
-            named |= {state_name(key, state): tensor for state, tensor in states.items()}
-        extra = {f"{VALUE_PREFIX}{i}": tensor for i, tensor in enumerate(self.values.tensors)}
-        return {**named, **extra}
-
-    def with_checksums(self) -> RankContent:
-        """Return the content with the checksum of every tensor in its metadata."""
-        checksums = {name: checksum(bytes_of(t)) for name, t in self.tensors().items()}
-        return replace(self, metadata=replace(self.metadata, fingerprints=checksums))
-
-
-class Written(NamedTuple):
-    """A rank's file, and one checksum of all its shards.
-
-    Unsharded tensors are left out of the checksum, as they may differ between replicas.
-    """
-
-    file: FileRecord
-    shards: str
-
-
-def write_rank_file(storage: Storage | None, name: str, content: RankContent) -> Written:
-    """Write one rank's file, as ``.safetensors`` or ``.pth`` by its name.
-
-    Args:
-        storage: None to write nothing, because another rank writes this file.
-        name: of the file.
-        content: of the file.
-
-    Raises:
-        CheckpointError: if it cannot be written, or the format has no such dtype or value.
-    """
-    full = content.with_checksums()
-    description, chunks = _pth(full) if name.endswith(".pth") else _safetensors(full)
-    if storage is not None:
-        storage.write(name, chunks)
-    size = sum(len(chunk) for chunk in chunks)
-    return Written(FileRecord(size, description), _checksum_of_shards(full))
-
-
-def _checksum_of_shards(content: RankContent) -> str:
-    metadata = content.metadata
-    names = [model_name(record.key) for record in metadata.params]
-    for key, states in (metadata.optimizer.states if metadata.optimizer else {}).items():
-        names += [state_name(key, state) for state in states.sharded]
-    return checksum("\n".join(metadata.fingerprints[name] for name in names).encode())
-
-
-def _safetensors(content: RankContent) -> tuple[str, list[Buffer]]:
-    """Return the digest of the file's description, and the bytes of the file."""
-    tensors = content.tensors()
-    extra = {VALUES_KEY: json.dumps(content.values.json)}
-    specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-    header = plan_file(specs, shard_file_metadata(content.metadata, extra))
-    data = header.to_bytes()
-    return digest(data), [data, *(bytes_of(tensors[name]) for name in header.entries)]
-
-
-def _pth(content: RankContent) -> tuple[str, list[Buffer]]:
-    """Return the digest of the file's description, and the bytes of the file."""
-    metadata, values = content.metadata.to_dict(), json.dumps(content.values.json)
-    # In memory first: to write a zip archive, torch.save has to seek, which a stream cannot.
-    buffer = io.BytesIO()
-    content_of_file = {
-        "model": dict(content.model),
-        "shard_metadata": metadata,
-        "optimizer": {"state": {key: dict(states) for key, states in content.states.items()}},
-        "values": {"json": values, "tensors": content.values.tensors},
-    }
-    torch.save(content_of_file, buffer)
-    return digest_of_torch_file(metadata, values), [buffer.getbuffer()]
-
-
-# ---------------------------------------------------------------- all ranks together
 
 
 @dataclass(frozen=True)
@@ -219,13 +105,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The file of a rank.
-
-    Args:
-        shard: the rank in its sharding group.
-        num_shards: number of ranks in a sharding group.
-        suffix: of the file.
-    """
+    """The file of a rank, which is number ``shard`` of its sharding group."""
 
     shard: int
     num_shards: int
@@ -326,10 +206,10 @@ class Save:
             CheckpointError: with the problems of all ranks; if ranks differ in what they save; if
                 another job owns the directory; or if a later step is complete.
         """
-        own, found = self._try(self._look)
-        gathered = [
-            _Place(*each) for each in self._ranks.all_gather_or_raise([*problems, *found], own)
-        ]
+        own, found = None, list(problems)
+        with collecting(found):
+            own = self._look()
+        gathered = [_Place(*each) for each in self._ranks.all_gather_or_raise(found, own)]
         raise_if(list(disagreements([place.agreed for place in gathered])))
         self._job = replace(self._job, token=gathered[0].job)
         self._refuse_other_jobs(gathered)
@@ -369,10 +249,12 @@ class Save:
         atexit.unregister(self._end_process_if_lost)
         try:
             files = self._collect()
-            self._ranks.all_gather_or_raise(self._try(lambda: self._mark(files))[1])
+            with self._ranks.failing_together():
+                self._mark(files)
+            self._ranks.all_gather_or_raise([])
         except CheckpointError:
             if self._leads:
-                self._try(lambda: remove(self._storage, self._attempt))
+                self._remove()
             raise
         self._start_tidying()
 
@@ -447,14 +329,17 @@ class Save:
 
     def _make_folder(self, places: Sequence[_Place]) -> None:
         """Own the directory, make the attempt's folder, and find out who sees the same one."""
-        made, problems = self._try(lambda: self._own(places[self._ranks.rank].owner))
+        made = False
         try:
-            self._ranks.all_gather_or_raise(problems)
-            leader, problems = self._try(self._leader)
-            leaders = self._ranks.all_gather_or_raise(problems, leader)
+            with self._ranks.failing_together():
+                made = self._own(places[self._ranks.rank].owner)
+            self._ranks.all_gather_or_raise([])
+            with self._ranks.failing_together():
+                leader = self._leader()
+            leaders = self._ranks.all_gather_or_raise([], leader)
         except CheckpointError:
             if made:
-                self._try(lambda: remove(self._storage, self._attempt))
+                self._remove()
             raise
         self._find_files(places, leaders)
 
@@ -550,7 +435,8 @@ class Save:
     def _collect(self) -> dict[str, FileRecord]:
         """Return every file, after checking that all are written and replicas equal."""
         failure = [] if self._error is None else lines_of(self._error)
-        own = self._written and (self._file.shard, self._writes, *self._written)
+        file, shards = self._written or (None, None)
+        own = (self._file.shard, self._writes, file and astuple(file), shards)
         files: dict[str, FileRecord] = {}
         first: dict[int, tuple[int, str]] = {}
         problems = []
@@ -613,12 +499,9 @@ class Save:
         except Exception as error:  # the step is saved: this must not end the job, but be told
             self._not_deleted = lines_of(error)
 
-    def _try(self, phase: Callable[[], T]) -> tuple[T | None, list[str]]:
-        """Return the result of ``phase``, or the problems of its ``CheckpointError``."""
-        try:
-            return phase(), []
-        except CheckpointError as error:
-            return None, error.problems
+    def _remove(self) -> None:
+        with suppress(CheckpointError):  # another error is on its way
+            remove(self._storage, self._attempt)
 
     # ------------------------------------------------------------ the end of the process
 

@@ -29,7 +29,7 @@ from functools import partial
 from math import isfinite, isnan
 from typing import NamedTuple
 
-from xla_fsdp.checkpoint.errors import CheckpointError, whole_number
+from xla_fsdp.checkpoint.errors import CheckpointError, collecting, whole_number
 from xla_fsdp.checkpoint.files.storage import Storage, open_storage
 from xla_fsdp.checkpoint.format.records import JobRecord, Marker
 
@@ -172,16 +172,21 @@ def newest_complete(storage: Storage) -> Iterator[Attempt]:
             yield attempt
 
 
-def read_marker(storage: Storage, attempt: Attempt) -> Marker:
-    """Read the marker of a complete attempt.
-
-    Raises:
-        CheckpointError: if it cannot be read, is malformed or belongs to another step.
-    """
-    name = f"{storage.where}/{attempt.file(MARKER)}"
-    marker = Marker.from_bytes(storage.read(attempt.file(MARKER)), name)
-    check_step(marker, attempt.folder, name)
+def read_marker(storage: Storage, folder: str = "") -> Marker:
+    """Read the marker of a complete attempt in a folder; "" is the storage's own."""
+    at = os.path.join(storage.where, folder)
+    name = os.path.join(at, MARKER)
+    marker = Marker.from_bytes(storage.read(os.path.join(folder, MARKER)), name)
+    match = _FOLDER.fullmatch(os.path.basename(os.path.normpath(at)))
+    if match and int(match[1]) != marker.step:
+        raise CheckpointError(f"{name}: is of step {marker.step}, in the folder of another one")
     return marker
+
+
+def find_marker(directory: str) -> Marker | None:
+    """Read the marker in a directory; None if there is none."""
+    storage = open_storage(directory)
+    return read_marker(storage) if MARKER in storage.names() else None
 
 
 def write_metrics(storage: Storage, attempt: Attempt, metrics: Mapping[str, float]) -> None:
@@ -205,20 +210,9 @@ def read_metrics(storage: Storage, attempt: Attempt) -> dict[str, float]:
     return metrics
 
 
-def check_step(marker: Marker, folder: str, name: str) -> None:
-    """Raise ``CheckpointError`` if the name of a marker's folder is that of another step."""
-    match = _FOLDER.fullmatch(folder)
-    if match and int(match[1]) != marker.step:
-        raise CheckpointError(f"{name}: is of step {marker.step}, in the folder of another one")
-
-
 def read_job(storage: Storage, folder: str = "") -> JobRecord | None:
     """Return the record of the job that owns the directory, or whose folder this is; None if there
-    is none, as before version 4.
-
-    Raises:
-        CheckpointError: if it cannot be read or is malformed.
-    """
+    is none, as before version 4."""
     name = f"{folder}/{JOB}" if folder else JOB
     data = storage.find(name)
     return None if data is None else JobRecord.from_bytes(data, f"{storage.where}/{name}")
@@ -273,10 +267,8 @@ def tidy(
         storage.sweep(folder)
     for attempt in listed:
         if attempt not in kept and (attempt < newest or attempt in remains):
-            try:
+            with collecting(problems):
                 if not is_owner(storage, job):
                     return problems
                 remove(storage, attempt)
-            except CheckpointError as error:
-                problems += error.problems
     return problems

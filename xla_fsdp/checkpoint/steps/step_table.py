@@ -23,15 +23,8 @@ _TO_THE_RIGHT = {"step", "ranks", "files", "bytes"}
 def describe_steps(
     storage: Storage, verify: Callable[[str], Sequence[str]] | None
 ) -> Iterator[str]:
-    """Yield the lines of a table with every attempt in a run's directory, and then its problems.
-
-    Args:
-        storage: of the directory.
-        verify: returns what is wrong with a complete attempt's folder; None to leave that out.
-
-    Raises:
-        CheckpointError: if there is no such directory; at the end, with all problems.
-    """
+    """Yield the lines of a table with every attempt in a run's directory, and raise its problems
+    then. ``verify`` returns what is wrong with a complete attempt's folder."""
     if not storage.names():
         raise CheckpointError(f"{storage.where}: there is no such directory, or nothing is in it")
     attempts, tree, problems = all_attempts(storage), storage.tree(), list[str]()
@@ -70,7 +63,7 @@ def _row(
     if MARKER not in sizes:
         return (*start, "incomplete", "", str(len(sizes)), f"{sum(sizes.values()):,}", "", ""), []
     try:
-        marker = read_marker(storage, attempt)
+        marker = read_marker(storage, attempt.folder)
     except CheckpointError as error:
         return (*start, "damaged", "", "", "", "", ""), error.problems
     nbytes = sum(sizes.get(name, 0) for name in marker.files)

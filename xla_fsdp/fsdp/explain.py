@@ -126,7 +126,7 @@ class _Unit:
         replicas = group.replicas.num_shards
         sent = 0.0
         for number, param in enumerate(group.params):
-            others = group.collectives_of(param).num_shards - 1
+            others = param.collectives.num_shards - 1
             gathered, reduced = (
                 _bytes(found, number) for found in (group.gather.buckets, self._reduced)
             )

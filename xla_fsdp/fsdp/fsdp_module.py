@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.fsdp.engine.deferred import take_memory
-from xla_fsdp.fsdp.engine.state import FSDPState, StateRef
+from xla_fsdp.fsdp.engine.param import WeakRef
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.module_base import ShardedModule
 
 NO_MEANING = (
@@ -255,7 +256,7 @@ def _remade(original: Any, methods: frozenset[str]) -> Any:
     return object.__new__(class_for(original, methods))
 
 
-def _units_of(modules: Iterable[nn.Module]) -> list[StateRef]:
+def _units_of(modules: Iterable[nn.Module]) -> list[WeakRef]:
     found = []
     for module in modules:
         if not isinstance(module, FSDPModule):
@@ -263,7 +264,7 @@ def _units_of(modules: Iterable[nn.Module]) -> list[StateRef]:
                 f"a {type(module).__name__} cannot be prefetched: it is not a module that "
                 f"fully_shard was applied to"
             )
-        found.append(StateRef(module._fsdp_unit))
+        found.append(WeakRef(module._fsdp_unit))
     return found
 
 

@@ -196,7 +196,7 @@ class ShardedModule(FSDPModuleBase):
 
         For stacked blocks these are slices of the stacks that an optimizer steps.
         """
-        return [(each.key, slice_of(each.param, each.group)) for each in self._fsdp_named_shards()]
+        return [(each.key, slice_of(each.param)) for each in self._fsdp_named_shards()]
 
     def get_shard_metadata(self) -> dict[str, Any]:
         """Return the metadata that is needed to merge this model's shards.

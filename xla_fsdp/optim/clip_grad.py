@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.collectives import Collectives, along
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.fsdp.engine.param import (
-    KnownGroup,
     known_group,
     known_shard,
     owners_of_grads,
@@ -120,7 +119,7 @@ def _check_finite(norm: Tensor, norm_type: float) -> None:
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}")
 
 
-def check_gradients(groups: Sequence[KnownGroup | None], function: str) -> None:
+def check_gradients(groups: Sequence[Any], function: str) -> None:
     """Raise RuntimeError if ``function`` cannot change the gradients of these groups: they are
     stepped in backward, or not reduced yet."""
     found = [group for group in groups if group is not None]

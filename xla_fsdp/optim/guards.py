@@ -383,12 +383,8 @@ def _guard_optimizer_state_dicts() -> None:
 
 def _places_in(optimizer: Optimizer) -> Places:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    known = [(known_shard(param), known_group(param)) for param in params]
-    return places_of(
-        (param, group.collectives_of(param))
-        for param, group in known
-        if param is not None and group is not None
-    )
+    known = [known_shard(param) for param in params if known_group(param) is not None]
+    return places_of(each for each in known if each is not None)
 
 
 def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

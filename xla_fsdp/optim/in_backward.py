@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.param import held_shape
-from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
+from xla_fsdp.fsdp.engine.param_group import CannotSliceError
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import current_pass
 from xla_fsdp.optim.held_params import held_elsewhere
@@ -143,7 +143,7 @@ class StepInBackward:
             if (unit := reference()) is not None:
                 unit.group.stepper = None
 
-    def slice_steps(self, stacks: Sequence[Tensor]) -> SliceSteps | None:
+    def slice_steps(self, stacks: Sequence[Tensor]) -> OptimizerSliceSteps | None:
         """Return the steps of ``stacks`` for a loop over blocks; None if it must not step them."""
         optimizer = self._live_optimizer()
         if not self._in_loops or not can_slice(optimizer, stacks):

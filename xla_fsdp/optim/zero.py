@@ -517,7 +517,7 @@ def _unsliced_state(inner: Optimizer, slices: ParamSlices, to: int) -> dict[str,
 
 def _shard_names(slices: ParamSlices) -> ShardNames:
     group = slices.group_of(slices.params)
-    shards = {param.key: NamedShard((("",),), param, group) for param in group.params}
+    shards = {param.key: NamedShard((("",),), param) for param in group.params}
     return ShardNames(shards, {key: [key] for key in shards}, {})
 
 

@@ -128,7 +128,7 @@ def load_sharded_optim_state_dict(
 
 def _params(model: nn.Module) -> dict[str, Tensor]:
     reshard_units(model)
-    sharded = [(shard.key, slice_of(shard.param, shard.group)) for shard in _shards(model)]
+    sharded = [(shard.key, slice_of(shard.param)) for shard in _shards(model)]
     return params_by_key(sharded, model.named_parameters())
 
 

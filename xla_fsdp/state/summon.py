@@ -146,7 +146,7 @@ def _write_back(
     forward before the block has computed with, and its backward would raise."""
     rest, old = iter(unsharded), iter(before)
     for param in unit.group.params:
-        rank = unit.group.collectives_of(param).rank
+        rank = param.collectives.rank
         originals = list(islice(rest, len(param.originals)))
         states = list(islice(old, len(originals)))
         _refuse_replaced(param, originals)

@@ -13,13 +13,11 @@ from torch.utils import _pytree as pytree
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
     held_shape,
-    known_group,
     known_shard,
     own_parts,
     remember,
-    remember_group,
 )
-from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like, param_and_group
+from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like, param_of
 from xla_fsdp.xla import ops
 
 
@@ -110,7 +108,7 @@ def _open(shard: UninitializedShard) -> nn.Parameter:
         value = gather_like(shard, shard)
         ops.compute([value])
     else:
-        shape = param_and_group(shard)[0].originals[0].whole_shape
+        shape = param_of(shard).originals[0].whole_shape
         value = torch.zeros(shape, dtype=shard.dtype, device=shard.device)
     unsharded = nn.Parameter(value, requires_grad=shard.requires_grad)
     _opened.shards[id(shard)] = shard, unsharded
@@ -120,11 +118,11 @@ def _open(shard: UninitializedShard) -> nn.Parameter:
 @torch.no_grad()
 def _close(shard: UninitializedShard) -> None:
     _, unsharded = _opened.shards.pop(id(shard))
-    param, group = known_shard(shard), known_group(shard)
+    param = known_shard(shard)
     with torch._C.DisableTorchFunctionSubclass():
-        if param is not None and group is not None:
+        if param is not None and param.group() is not None:
             local = own_parts([unsharded.detach()], param.originals)
-            shard.copy_(param.slice_of(local, group.collectives_of(param).rank))
+            shard.copy_(param.slice_of(local, param.collectives.rank))
             # At once, to free the unsharded parameter, and because the slice depends on the rank,
             # while the programs of training steps must be the same on all ranks.
             ops.compute([shard])
@@ -163,7 +161,4 @@ def _replace(param: FSDPParam, new: Tensor, *, has_values: bool) -> None:
     values = new.detach().to(ops.device(), copy=True)
     param.slots.shard = kind(values, requires_grad=old.requires_grad)
     vars(param.slots.shard).update(vars(old))
-    group = known_group(old)
     remember(param, [param.slots.shard])
-    if group is not None:
-        remember_group(group, [param.slots.shard])

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.format.plan import original_name
-from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, own_parts
 from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
@@ -48,11 +47,7 @@ class Form(Enum):
 def mark_shards(local_metadata: dict[str, Any], shards: Iterable[NamedShard]) -> None:
     """Mark a state dict, in its metadata, as one of these ``shards``."""
     local_metadata[MARK] = Form.SHARDS.value
-    local_metadata[PLACES] = _places(shards)
-
-
-def _places(shards: Iterable[NamedShard]) -> Places:
-    return places_of((each.param, each.group.collectives_of(each.param)) for each in shards)
+    local_metadata[PLACES] = places_of(each.param for each in shards)
 
 
 def marked(state: Mapping[str, Any], module: nn.Module, form: Form) -> OrderedDict[str, Any]:
@@ -115,7 +110,9 @@ class StateLoading:
             load.drop_other_layouts()
             if len(errors) == before:
                 saved = local_metadata.get(PLACES)
-                refuse_other_places(saved, _places(shards), "the state dict")
+                refuse_other_places(
+                    saved, places_of(each.param for each in shards), "the state dict"
+                )
         stack_loaded_shards(shards, state, prefix, missing)
         load.copy_device_tensors()
         for other in inside:
@@ -309,18 +306,18 @@ Places = list[list[int]]
 its tensor-parallel axis. Equal shards of replicas have one place."""
 
 
-def places_of(shards: Iterable[tuple[FSDPParam, Collectives]]) -> Places:
-    """Return the places of parameters and who shares them, each once; none of what is whole."""
-    found = {tuple(_place(param, by)) for param, by in shards}
+def places_of(params: Iterable[FSDPParam]) -> Places:
+    """Return the places of parameters, each once; none of what is whole."""
+    found = {_place(param) for param in params}
     return sorted(list(each) for each in found if each[1] * each[3] > 1)
 
 
-def _place(param: FSDPParam, by: Collectives) -> tuple[int, int, int, int]:
+def _place(param: FSDPParam) -> tuple[int, int, int, int]:
     cut = next(
         (o.placement for o in param.originals if o.placement and o.placement.parts > 1), None
     )
     part = (0, 1) if cut is None else (cut.mesh.local_rank(ops.rank()), cut.parts)
-    return (by.rank, by.num_shards, *part)
+    return (param.collectives.rank, param.collectives.num_shards, *part)
 
 
 def refuse_other_places(saved: Any, own: Places, what: str) -> None:

@@ -123,7 +123,7 @@ def attach(module: nn.Module, attachment: ModuleState) -> None:
         if inner._fsdp_unit is not attachment.unit:
             inner._fsdp_unit.join(attachment.unit)
             if not inner._fsdp_module_state.part:  # the first of several modules
-                inner._fsdp_unit.group.set_name(name)
+                inner._fsdp_unit.log.unit = name
     module.register_state_dict_pre_hook(_show_shards)
     module.register_load_state_dict_pre_hook(_translate)
     module.register_load_state_dict_post_hook(_finish_loading)
@@ -195,7 +195,7 @@ def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterato
     ``remove_duplicate``, names include every name of a module that has several."""
     for unit, prefixes in _units_with_names(module, remove_duplicate=remove_duplicate):
         for param in unit.group.params:
-            shard = NamedShard(prefixes, param, unit.group)
+            shard = NamedShard(prefixes, param)
             if shard.is_reachable:
                 yield shard
 
@@ -281,7 +281,7 @@ def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any
     unit = cast(FSDPModuleLike, module)._fsdp_unit
     drop_names(state, prefix)
     if unit.state is UnitState.SHARDED:
-        put_stacked_shards(unit.group, state, prefix)
+        put_stacked_shards(unit.group.params, state, prefix)
         mark_shards(local_metadata, named_shards(module))
 
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,21 @@ from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.lost import LostTensor
 
+
+class WeakRef:
+    """A weak reference that pickling and deep copies follow: strong ones would make cycles, so that
+    a model is freed only at the next garbage collection."""
+
+    def __init__(self, target: Any = None) -> None:
+        self._target = None if target is None else weakref.ref(target)
+
+    def __call__(self) -> Any:
+        return None if self._target is None else self._target()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeakRef, (self(),)
+
+
 # ---------------------------------------------------------------- attributes of modules
 
 
@@ -41,7 +56,7 @@ class ModuleAttr:
     """
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
-        self._module = weakref.ref(module)
+        self._module = WeakRef(module)
         self.attribute = attribute
 
     def __eq__(self, other: object) -> bool:
@@ -49,9 +64,6 @@ class ModuleAttr:
 
     def __hash__(self) -> int:
         return hash(self._key)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ModuleAttr, (self._module(), self.attribute)
 
     @property
     def _key(self) -> tuple[int, str]:
@@ -234,7 +246,7 @@ class FSDPParam:
     Attributes:
         is_expert: whether ranks along an axis of the mesh hold different experts of it.
         number: of the parameter, the same on all ranks of the job; 0 if not all have it.
-        unit: name of the unit, as far out as there are units.
+        group: the ``FSDPParamGroup`` that gathers it, weakly.
     """
 
     def __init__(
@@ -252,7 +264,7 @@ class FSDPParam:
         self.key = key
         _made.count += 1
         self.number = _made.count if everywhere else 0
-        self.unit = ""
+        self.group = WeakRef()
         self.originals = tuple(originals)
         self.is_expert = self.originals[0].is_expert  # as are all that are joined
         self.packing = packing
@@ -286,7 +298,20 @@ class FSDPParam:
 
     def with_name(self, what: str) -> str:
         """Return ``what`` is done to the parameter, with its name, for errors of CPU ranks."""
-        return f"{what} of {join_name(self.unit, self.key)} (sharded parameter {self.number})"
+        group = self.group()
+        unit = "" if group is None or group.log.unit == "root" else group.log.unit
+        return f"{what} of {join_name(unit, self.key)} (sharded parameter {self.number})"
+
+    @property
+    def collectives(self) -> Collectives:
+        """Communication among the ranks that share the parameter."""
+        return self.group().collectives.of(self.is_expert)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Mesh of the ranks that share the parameter."""
+        placement, mesh = self.originals[0].placement, self.group().mesh
+        return mesh.without(placement.mesh) if self.is_expert and placement else mesh
 
     @property
     def leaf(self) -> nn.Parameter:
@@ -562,28 +587,8 @@ def held_bytes(param: Tensor) -> int:
 # Keys are tensors of one rank's model, so that ranks that are threads of one process share no
 # entry.
 _param_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_group_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _unsharded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _with_grads: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-class _Gather(Protocol):
-    def as_stored(self, params: Any, shards: Sequence[Tensor]) -> list[Tensor]: ...
-
-
-class KnownGroup(Protocol):
-    """The part of ``FSDPParamGroup`` used here; importing the class would be circular."""
-
-    @property
-    def collectives(self) -> Collectives: ...
-    def collectives_of(self, param: Any) -> Collectives: ...
-    def mesh_of(self, param: Any) -> Mesh: ...
-    @property
-    def gather(self) -> _Gather: ...
-    @property
-    def has_unreduced(self) -> bool: ...
-    @property
-    def steps_in_backward(self) -> bool: ...
 
 
 def remember(param: FSDPParam, tensors: Iterable[Tensor]) -> None:
@@ -598,17 +603,10 @@ def known_shard(tensor: Tensor) -> FSDPParam | None:
     return reference() if reference is not None else None
 
 
-def remember_group(group: KnownGroup, shards: Iterable[Tensor]) -> None:
-    """Register ``group`` as the one that gathers ``shards``, unless another unit's group does."""
-    for shard in shards:
-        if known_group(shard) is None:
-            _group_of[shard] = weakref.ref(group)
-
-
-def known_group(shard: Tensor) -> KnownGroup | None:
-    """Return the group that gathers ``shard``, or None."""
-    reference = _group_of.get(shard)
-    return reference() if reference is not None else None
+def known_group(shard: Tensor) -> Any:
+    """Return the ``FSDPParamGroup`` that gathers ``shard``, or None."""
+    param = known_shard(shard)
+    return None if param is None else param.group()
 
 
 def owners_of_grads(grads: Sequence[Tensor]) -> list[Tensor]:
@@ -616,12 +614,10 @@ def owners_of_grads(grads: Sequence[Tensor]) -> list[Tensor]:
     tensor itself."""
     # Looked up only here, so that accumulating gradients costs nothing. list() of a dict is atomic:
     # other threads may add to it.
-    live = [reference() for reference in list(_group_of.data)]
-    owners = {
-        id(param.grad): param
-        for param in [*(each for each in live if each is not None), *placed_params()]
-        if param.grad is not None
-    }
+    live = [reference() for reference in list(_param_of.data)]
+    shards = [each for each in live if getattr(each, "_is_sharded", False)]
+    params = [*shards, *placed_params()]
+    owners = {id(param.grad): param for param in params if param.grad is not None}
     return [owners.get(id(grad), grad) for grad in grads]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, is_first, remember, remember_group
+from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, WeakRef, is_first, remember
 from xla_fsdp.fsdp.engine.param_guards import Reads, name_of, read_by, without_values
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
 from xla_fsdp.fsdp.engine.unit_collectives import AllGather, ReducedBuckets, ReduceScatter
@@ -73,7 +73,7 @@ class FSDPParamGroup:
         unsharded: the parameters that the modules hold, if they do not hold shards.
         unsharded_versions: versions of the shards from which ``unsharded`` was gathered.
         all_reduces: whether gradients are summed over replicas.
-        stepper: steps the shards in backward and drops their gradients.
+        stepper: the ``StepInBackward`` that steps the shards and drops their gradients.
         at_unshard: called with the group whenever its modules hold other unsharded parameters.
     """
 
@@ -95,7 +95,7 @@ class FSDPParamGroup:
         self.unsharded: Sequence[Tensor] = ()
         self.unsharded_versions: Sequence[int] = ()
         self.all_reduces = True
-        self.stepper: Stepper | None = None
+        self.stepper: Any = None
         self.at_unshard: list[Callable[[FSDPParamGroup], None]] = []
         self._mesh = config.mesh
         self._revokes = False  # whether ``unsharded`` become ``ReshardedParam``s
@@ -103,17 +103,12 @@ class FSDPParamGroup:
         self._prefetched_versions: Sequence[int] = ()
         self._unreduced: dict[int, Tensor] = {}  # unsharded gradients, by original parameter
         self._not_all_reduced: ReducedBuckets = {}  # reduce-scattered, not summed over replicas
-        remember_group(self, self.leaves)
+        for param in self.params:
+            param.group = WeakRef(self)
 
     def __repr__(self) -> str:
         held = f"{len(self.params)} parameters of {self.collectives.num_shards} ranks"
         return f"{type(self).__name__}({self.log.unit}: {held})"
-
-    def set_name(self, unit: str) -> None:
-        """Note the name of the unit, for logs and errors."""
-        self.log.unit = unit
-        for param in self.params:
-            param.unit = unit
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "stepper": None}  # it steps the original's shards, not the copy's
@@ -124,7 +119,6 @@ class FSDPParamGroup:
             # A stack is registered once, for its first slice.
             if param.slots.part is None or param.slots.part.number == 0:
                 remember(param, [param.leaf])
-                remember_group(self, [param.leaf])
 
     def replay_facts(self) -> tuple[Any, ...]:
         """Return what a traced step depends on besides tensors."""
@@ -177,15 +171,6 @@ class FSDPParamGroup:
         """Mesh of the ranks that share the parameters."""
         num_ranks = self.collectives.num_shards
         return self._mesh or mesh_of(list(range(num_ranks)), (num_ranks,), (SHARD,))
-
-    def collectives_of(self, param: FSDPParam) -> Collectives:
-        """Return communication among the ranks that share one of the parameters."""
-        return self.collectives.of(param.is_expert)
-
-    def mesh_of(self, param: FSDPParam) -> Mesh:
-        """Return the mesh of the ranks that share one of the parameters."""
-        placement = param.originals[0].placement
-        return self.mesh.without(placement.mesh) if param.is_expert and placement else self.mesh
 
     @property
     def is_first(self) -> bool:
@@ -406,18 +391,21 @@ class FSDPParamGroup:
 
 @dataclass(frozen=True)
 class NamedShard:
-    """A sharded parameter, its group, and the names of its unit's modules in a model, which are
-    those before wrapping.
+    """A sharded parameter, and the names of its unit's modules in a model, which are those before
+    wrapping.
 
     Args:
         prefixes: for each module of the unit, its names; empty if it is not in the model.
         param: the parameter.
-        group: gathers the parameter.
     """
 
     prefixes: tuple[Sequence[str], ...]
     param: FSDPParam
-    group: FSDPParamGroup
+
+    @property
+    def group(self) -> FSDPParamGroup:
+        """Gathers the parameter."""
+        return self.param.group()
 
     @property
     def key(self) -> str:
@@ -434,7 +422,7 @@ class NamedShard:
     @property
     def rank(self) -> int:
         """Rank of this process among those that share the parameter."""
-        return self.group.collectives_of(self.param).rank
+        return self.param.collectives.rank
 
     def is_of(self, rank: int) -> bool:
         """Return whether this process is ``rank`` in the first replica and the first of its
@@ -569,47 +557,6 @@ def _replaced(args: Any, kwargs: Any, fn: Callable[[ReshardedParam], Tensor]) ->
     return map_tensors(
         lambda each: fn(each) if isinstance(each, ReshardedParam) else each, (args, kwargs or {})
     )
-
-
-# ---------------------------------------------------------------- stepping in backward
-
-
-class SliceSteps(Protocol):
-    """One optimizer step on some stacks, slice by slice inside a loop."""
-
-    @property
-    def kept(self) -> list[list[Tensor]]:
-        """For each stack, the stack and the optimizer states of its shape."""
-        ...
-
-    def new_slices(self, grads: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Tensor]:
-        """Return the new values of ``slices``.
-
-        Args:
-            grads: gradients of a slice of each stack.
-            slices: a slice of each tensor in ``kept``, in that order.
-
-        Raises:
-            CannotSliceError: if the step would create a new optimizer state.
-        """
-        ...
-
-    def take(self, stacks: Sequence[Tensor]) -> None:
-        """Finish the step with the new values of all tensors in ``kept``, in that order."""
-        ...
-
-
-class Stepper(Protocol):
-    """Steps shards during backward; ``optim.in_backward`` implements it."""
-
-    def slice_steps(self, stacks: Sequence[Tensor]) -> SliceSteps | None:
-        """Return how to step ``stacks`` slice by slice; None if that is impossible (now)."""
-        ...
-
-    def refuse_losses_of_others(self, inputs: Sequence[Tensor]) -> None:
-        """Raise RuntimeError if a model's ``inputs`` were computed from parameters of another
-        model, whose loss would step this one, too."""
-        ...
 
 
 class CannotSliceError(Exception):

@@ -18,7 +18,7 @@ from xla_fsdp.distributed.packing import packing_of
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.pytree import map_tensors, tensors_in
 from xla_fsdp.distributed.shard_layout import layout_of
-from xla_fsdp.fsdp.engine.param import FSDPParam, KnownGroup, all_joined, known_group, known_shard
+from xla_fsdp.fsdp.engine.param import FSDPParam, all_joined, known_shard
 from xla_fsdp.fsdp.engine.param_guards import (
     COUNTS,
     Reads,
@@ -121,9 +121,8 @@ class ShardView:
     @property
     def device_mesh(self) -> Mesh:
         """The mesh that the parameter is sharded over; a tensor-parallel axis is its last one."""
-        param, group = param_and_group(self)
-        cut = _tensor_parallel_cut(param)
-        mesh = group.mesh_of(param)
+        param = param_of(self)
+        cut, mesh = _tensor_parallel_cut(param), param.mesh
         return mesh if cut is None else Mesh((*mesh.axes, *cut[0].axes), mesh.layout)
 
     @property
@@ -131,9 +130,9 @@ class ShardView:
         """One for each axis of the mesh: ``Shard(dim)``, after ``Replicate()`` for replicas."""
         from torch.distributed.tensor import Replicate, Shard  # slow to import
 
-        param, group = param_and_group(self)
+        param = param_of(self)
         cut, own = _tensor_parallel_cut(param), Shard(param.packing.dim)
-        by_fsdp = (Replicate(), own) if group.mesh_of(param).ndim > 1 else (own,)
+        by_fsdp = (Replicate(), own) if param.mesh.ndim > 1 else (own,)
         return by_fsdp if cut is None else (*by_fsdp, Shard(cut[1]))
 
     def complete(self) -> None:
@@ -217,8 +216,8 @@ class ShardParameter(ShardView, nn.Parameter):
 
 def gather_like(shard: Any, value: Tensor) -> Tensor:
     """Return the unsharded, global tensor of a ``value`` that is sharded like ``shard``."""
-    param, group = param_and_group(shard)
-    [full] = all_joined(group.gather.as_stored([param], [value]), param.originals)
+    param = param_of(shard)
+    [full] = all_joined(param.group().gather.as_stored([param], [value]), param.originals)
     return full
 
 
@@ -268,12 +267,12 @@ def _restored_shard(
     return shard
 
 
-def param_and_group(shard: Any) -> tuple[FSDPParam, KnownGroup]:
-    leaf = getattr(shard, "stands_for", shard)
-    param, group = known_shard(leaf), known_group(leaf)
-    if param is None or group is None:
+def param_of(shard: Any) -> FSDPParam:
+    """Return the parameter of a shard whose model lives."""
+    param = _param_behind(shard)
+    if param is None or param.group() is None:
         raise RuntimeError("this shard's model is gone, so who shares it is not known any more")
-    return param, group
+    return param
 
 
 def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:

@@ -42,7 +42,7 @@ from xla_fsdp.fsdp.engine.autograd import (
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
-from xla_fsdp.fsdp.engine.param import register_unsharded_views
+from xla_fsdp.fsdp.engine.param import WeakRef, register_unsharded_views
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard
 from xla_fsdp.fsdp.engine.schedule import Schedule, ScheduleLog
 from xla_fsdp.fsdp.engine.shard_tensor import ShardView, refuse_shard
@@ -65,23 +65,6 @@ from xla_fsdp.fsdp.engine.transitions import (
 from xla_fsdp.fsdp.engine.unit_collectives import ReducedBuckets
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import LoopCache
-
-
-class StateRef:
-    """A weak reference from one state to another; pickling and deep copies follow it.
-
-    Strong references would make cycles, so that parameters are freed only at the next garbage
-    collection.
-    """
-
-    def __init__(self, unit: FSDPState | None) -> None:
-        self._unit = None if unit is None else weakref.ref(unit)
-
-    def __call__(self) -> FSDPState | None:
-        return None if self._unit is None else self._unit()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StateRef, (self(),)
 
 
 @dataclass
@@ -108,8 +91,8 @@ class FSDPSettings:
     unshard_in_backward: bool = True
     sync_gradients: bool = True
     is_last_backward: bool = True
-    forward_prefetch: Sequence[StateRef] = ()
-    backward_prefetch: Sequence[StateRef] = ()
+    forward_prefetch: Sequence[WeakRef] = ()
+    backward_prefetch: Sequence[WeakRef] = ()
     is_root: bool = True
 
     @property
@@ -801,7 +784,7 @@ def refuse_changed(seen: Sequence[int], now: Sequence[int]) -> None:
 
 
 def _prefetch(
-    units: Sequence[StateRef], before: Sequence[Tensor], *, in_backward: bool = False
+    units: Sequence[WeakRef], before: Sequence[Tensor], *, in_backward: bool = False
 ) -> None:
     """Gather the parameters of ``units`` once ``before`` are computed; in backward only of units
     that reshard after forward."""

@@ -362,7 +362,7 @@ def _parameter_traffic(state: FSDPState) -> Iterator[ParameterTraffic]:
     group = state.group
     replicas = group.replicas.num_shards
     for param in group.params:
-        by = group.collectives_of(param)
+        by = param.collectives
         gathered = by.num_shards - 1 + _gathered_for_backward(state, by)
         reduced = by.num_shards - 1 + 2 * (replicas - 1) / replicas
         off_torus = _off_torus(by)

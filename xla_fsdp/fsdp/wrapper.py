@@ -105,7 +105,7 @@ class WrapperModule(FSDPModuleBase, nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules as ``nn.Module`` does; wrapper and wrapped module have the same name."""
         # A pass that raised may have left parameters unsharded; callers expect shards.
-        self._fsdp_module_state.unit.cleanup_failed_passes()
+        self._fsdp_module_state.unit.schedule.cleanup_failed_passes()
         memo = set() if memo is None else memo
         if remove_duplicate and self in memo:
             return

@@ -151,9 +151,13 @@ class StepInBackward:
         make_state_of(optimizer, stacks)  # a loop steps nothing that has none
         return OptimizerSliceSteps(optimizer, stacks, self._note)
 
-    def refuse_losses_of_others(self, inputs: Sequence[Tensor]) -> None:
-        """Raise RuntimeError if ``inputs`` were computed from trained parameters that are neither
-        the model's nor the optimizer's, unless nothing of the model is trained now."""
+    def refuse_losses_of_others(self, unit: FSDPState, inputs: Sequence[Tensor]) -> None:
+        """Raise RuntimeError if ``inputs`` of the model, whose root is ``unit``, were computed from
+        trained parameters that are neither the model's nor the optimizer's, unless nothing of the
+        model is trained now."""
+        is_root = unit.settings.is_root and unit.settings.is_last_backward
+        if not (is_root and torch.is_grad_enabled()):
+            return
         model, optimizer = self._model(), self._live_optimizer()
         units = [unit for each in self._units if (unit := each()) is not None]
         own = [leaf for unit in units for leaf in unit.group.leaves]

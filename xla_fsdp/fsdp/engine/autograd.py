@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,40 +31,31 @@ from xla_fsdp.fsdp.engine.unit_collectives import ReducedBuckets
 from xla_fsdp.xla import ops
 
 
-class BackwardSteps(Protocol):
-    """The methods of ``FSDPState`` that the nodes call in backward."""
-
-    group: FSDPParamGroup
-
-    def pre_backward(
-        self, call: ForwardCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
-    ) -> list[Tensor | None]: ...
-    def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None: ...
-    def refuse_unreduced(self) -> None: ...
-    def reduce_grads(
-        self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
-    ) -> list[Tensor | None]: ...
-    def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]: ...
-    def post_backward(self, call: ForwardCall) -> None: ...
-
-
 class ForwardCall:
-    """State shared by the autograd nodes of one forward call.
+    """One forward of all modules of a unit: state shared by its autograd nodes.
 
     Args:
-        unit: runs the unit's part of backward.
+        unit: the ``FSDPState``, which runs the unit's part of backward.
         recomputed: whether the call recomputes a forward inside a backward pass.
-        reshards: whether the parameters are freed between forward and backward.
 
     Attributes:
+        reshards: whether the parameters are freed between forward and backward.
         versions: version of each shard at the time of the call.
+        saved: the ``SavedParams`` of the forward, until the parameters are freed.
+        for_backward: tensors to save for backward: larger shards, unsharded parameters, or none.
+        running: numbers of the modules whose forward runs.
+        done: numbers of the modules whose forward has returned.
     """
 
-    def __init__(self, unit: BackwardSteps, *, recomputed: bool, reshards: bool) -> None:
+    def __init__(self, unit: Any, *, recomputed: bool = False) -> None:
         self.unit = unit
         self.recomputed = recomputed
-        self.reshards = reshards
-        self.versions = unit.group.versions
+        self.reshards: bool = unit.settings.reshards_after_forward
+        self.versions: list[int] = unit.group.versions
+        self.saved: Any = None
+        self.for_backward: list[Tensor] = []
+        self.running: set[int] = set()
+        self.done: set[int] = set()
         # By number of the backward pass: one that raised leaves what it has reduced, which the next
         # must not add; inside of one a reentrant checkpoint runs another.
         self._reduced_early: dict[int, ReducedBuckets] = {}
@@ -308,18 +299,6 @@ def _run_steps(
 
 
 @dataclass(frozen=True)
-class _ParamReference:
-    index: int
-    view: Tensor | None  # a released view; only its recipe of view ops is used
-
-
-@dataclass(frozen=True)
-class _PackedOutside:
-    value: Any
-    unpack: Callable[[Any], Tensor]
-
-
-@dataclass(frozen=True)
 class SavedTensor:
     """A tensor that backward needs. Autograd looks for changes in place only where no hooks are on
     what it saves."""
@@ -366,9 +345,9 @@ def changed_in_place(tensor: Tensor) -> RuntimeError:
 class SavedParams:
     """Saved-tensor hooks of one forward, so that autograd saves no unsharded parameter.
 
-    Autograd saves the index of a parameter in its place, also for a view such as the transpose that
-    ``F.linear`` saves; in backward, the index is resolved among the parameters gathered again.
-    Every other tensor goes through the hooks that were active outside (a checkpoint's, say).
+    Autograd saves a function that returns what it needs: of a parameter, and of a view such as the
+    transpose that ``F.linear`` saves, by its index among the parameters gathered again. Every other
+    tensor goes through the hooks that were active outside (a checkpoint's, say).
 
     Args:
         unsharded: the parameters that this forward computes with.
@@ -399,7 +378,7 @@ class SavedParams:
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context manager to run the forward in."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed())
 
     def no_other_saved_tensor_hooks(self, *, active: bool) -> bool:
         """Whether autograd saves tensors by these hooks alone now, or by none if they are not
@@ -438,30 +417,27 @@ class SavedParams:
         self._views.clear()
         self._index.clear()
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         index = self._index.get(id(tensor))
         if index is not None:
-            return _ParamReference(index, None)
+            return partial(self._param, index)
         index = self._index.get(id(tensor._base)) if tensor._base is not None else None
         if index is not None and tensor._version == self._versions[index]:
             self._views.append((index, tensor))
-            return _ParamReference(index, tensor)
+            return partial(self._param, index, tensor)
         if self._outside is not None:
             pack, unpack = self._outside
-            return _PackedOutside(pack(tensor), unpack)
-        return SavedTensor.of(tensor)
+            return partial(unpack, pack(tensor))
+        return SavedTensor.of(tensor).unchanged
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _PackedOutside):
-            return packed.unpack(packed.value)
-        if isinstance(packed, SavedTensor):
-            return packed.unchanged()
-        unsharded = self._regathered()[packed.index]
-        if packed.view is None:
+    def _param(self, index: int, view: Tensor | None = None) -> Tensor:
+        """Return a parameter, or a view made by the view ops of ``view``, which was released."""
+        unsharded = self._regathered()[index]
+        if view is None:
             return unsharded
         # The strides of an XLA tensor do not describe its views; the recorded view ops do.
         with torch.no_grad():
-            return packed.view._view_func_unsafe(unsharded)
+            return view._view_func_unsafe(unsharded)
 
 
 # ---------------------------------------------------------------- shared by all nodes

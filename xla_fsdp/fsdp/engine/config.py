@@ -1,10 +1,11 @@
-"""The options of one unit, as one frozen dataclass that checks them."""
+"""The options of one unit: as one frozen dataclass that checks them, and those that may change."""
 
 from __future__ import annotations
 
 import functools
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -94,6 +95,50 @@ class FSDPConfig(UpstreamOptions):
     def gradient_dtype(self) -> torch.dtype | None:
         """Dtype of the reduction of gradients; None for the dtype they are computed in."""
         return torch.float32 if self.fp32_reduce_scatter else self.reduce_dtype
+
+
+@dataclass
+class FSDPSettings:
+    """Options that may change between steps; ``FSDPConfig`` has the initial ones.
+
+    Args:
+        reshard_after_forward: free unsharded parameters between forward and backward.
+        keeps_larger: between them, hold shards over smaller groups of ranks.
+        keeps_on_root: do not reshard after forward if the unit is a root.
+        reshard_after_backward: free unsharded parameters after backward.
+        unshard_in_backward: gather the parameters before backward.
+        sync_gradients: reduce gradients in backward.
+        is_last_backward: False if more backward passes follow before the optimizer step.
+        forward_prefetch: ``WeakRef``s to units to gather together with this one in forward.
+        backward_prefetch: the same in backward.
+        is_root: whether the unit is inside no other unit.
+    """
+
+    reshard_after_forward: bool
+    keeps_larger: bool
+    keeps_on_root: bool
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    sync_gradients: bool = True
+    is_last_backward: bool = True
+    forward_prefetch: Sequence[Any] = ()
+    backward_prefetch: Sequence[Any] = ()
+    is_root: bool = True
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether unsharded parameters are freed between forward and backward."""
+        return self.reshard_after_forward and not (self.is_root and self.keeps_on_root)
+
+    @property
+    def keeps_larger_shards(self) -> bool:
+        """Whether backward gathers from larger shards."""
+        return self.keeps_larger and self.reshards_after_forward
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether backward gathers from the shards."""
+        return self.reshards_after_forward and not self.keeps_larger
 
 
 @functools.cache

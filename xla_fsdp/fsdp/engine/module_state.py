@@ -181,7 +181,7 @@ def reshard_units(module: nn.Module) -> None:
         RuntimeError: if others are in use.
     """
     for unit in units_in(module):
-        unit.cleanup_failed_passes()
+        unit.schedule.cleanup_failed_passes()
         unit.reshard()
         if unit.state is not UnitState.SHARDED:
             raise RuntimeError(
@@ -245,7 +245,7 @@ def refuse_dynamo() -> None:
 
 def _show_shards(module: nn.Module, *_: Any) -> None:
     unit = cast(FSDPModuleLike, module)._fsdp_unit
-    unit.cleanup_failed_passes()
+    unit.schedule.cleanup_failed_passes()
     unit.reshard()
     for param in unit.group.params:
         param.finalize()

@@ -235,47 +235,38 @@ class FSDPParamGroup:
     # ------------------------------------------------------------ all-gather
 
     def unshard(
-        self, before: Sequence[Tensor], *, again: bool, to_post_forward_shards: bool
+        self,
+        before: Sequence[Tensor],
+        *,
+        larger: bool = False,
+        from_larger: Sequence[Tensor] = (),
     ) -> Unsharded:
-        """Gather the parameters.
+        """Return the parameters for a forward or backward: copies of those that the modules hold at
+        the user's request, or prefetched ones, if no shard has changed since; else gather them.
 
         Args:
             before: tensors to be computed first.
-            again: whether the program has gathered the same shards already.
-            to_post_forward_shards: gather larger shards first, and the parameters from these.
-        """
-        if not to_post_forward_shards:
-            return Unsharded(self.gather.unshard(before, again=again))
-        larger = self.gather.gather_larger(before, again=again)
-        return Unsharded(self.gather.unshard_larger(larger), larger)
-
-    def unshard_again(
-        self, before: Sequence[Tensor], post_forward_shards: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Gather the parameters for backward once ``before`` are computed, from
-        ``post_forward_shards`` unless that is empty."""
-        if not post_forward_shards:
-            return self.gather.unshard(before, again=True)
-        own = [tensor.detach().clone() for tensor in post_forward_shards]
-        return self.gather.unshard_larger(ops.barrier_after_(before, own))
-
-    def copies(self) -> list[Tensor]:
-        """Return copies of the parameters that the modules hold."""
-        return [tensor.detach().clone() for tensor in self.unsharded]
-
-    def prefetch(self, before: Sequence[Tensor], *, again: bool, larger: bool) -> None:
-        """Gather the parameters for the next forward or backward, unless that was done already.
-
-        Args:
-            before: tensors to be computed first.
-            again: whether the program has gathered the same shards already.
             larger: gather larger shards first, and the parameters from these.
+            from_larger: larger shards to gather from.
         """
-        if self.unsharded or not self.params:
-            return
-        if not self.has_prefetched:
+        if self.unsharded and self.unsharded_versions == self.versions:
+            return Unsharded([tensor.detach().clone() for tensor in self.unsharded])
+        if found := self.take_prefetched():
+            return found
+        if from_larger:
+            own = [tensor.detach().clone() for tensor in from_larger]
+            return Unsharded(self.gather.unshard_larger(ops.barrier_after_(before, own)))
+        if not larger:
+            return Unsharded(self.gather.unshard(before))
+        shards = self.gather.gather_larger(before)
+        return Unsharded(self.gather.unshard_larger(shards), shards)
+
+    def prefetch(self, before: Sequence[Tensor], *, larger: bool) -> None:
+        """Gather the parameters for the next forward or backward, unless that was done already;
+        arguments as for ``unshard``."""
+        if self.params and not self.unsharded:
             with torch.no_grad():
-                self._prefetched = self.unshard(before, again=again, to_post_forward_shards=larger)
+                self._prefetched = self.unshard(before, larger=larger)
             self._prefetched_versions = self.versions
 
     @property
@@ -557,6 +548,16 @@ def _replaced(args: Any, kwargs: Any, fn: Callable[[ReshardedParam], Tensor]) ->
     return map_tensors(
         lambda each: fn(each) if isinstance(each, ReshardedParam) else each, (args, kwargs or {})
     )
+
+
+def refuse_changed(seen: Sequence[int], now: Sequence[int]) -> None:
+    """Raise RuntimeError if shards have other versions ``now`` than in the forward (``seen``)."""
+    if list(seen) != list(now):
+        raise RuntimeError(
+            "parameters of an FSDP unit were changed between its forward and its backward (by "
+            "optimizer.step() or load_state_dict, say). Backward gathers them again and would "
+            "mix new parameters with old activations. Change them after backward."
+        )
 
 
 class CannotSliceError(Exception):

@@ -16,7 +16,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,22 +25,6 @@ from torch.autograd import Variable
 from xla_fsdp.distributed.packing import Bucket
 from xla_fsdp.fsdp.engine.thread import current_pass, this_thread
 from xla_fsdp.xla import ops
-
-
-class Unit(Protocol):
-    """The part of ``FSDPState`` used here."""
-
-    def end_pass(self) -> None: ...
-    def reduce_unreduced(self) -> None: ...
-    def problems(self) -> list[str]: ...
-
-
-class Deferred(Protocol):
-    """Forwards that were called and have not run, such as those of blocks of a loop."""
-
-    def finish(self) -> None: ...
-    def drop(self) -> None: ...
-
 
 # ---------------------------------------------------------------- the schedule
 
@@ -73,7 +57,7 @@ class Dummies:
 
 
 class Schedule:
-    """Shared by all units of one model; the root unit creates it.
+    """Shared by all units of one model, ``FSDPState``s; it is the root's.
 
     Args:
         device: this rank's XLA device.
@@ -83,7 +67,8 @@ class Schedule:
         dummies: the data of parameters that units have freed.
         is_last: False if more backward passes follow before the optimizer step; the first gather
             of the next pass then waits for what is unfinished at the end of this one.
-        deferred: what is to run before the forward of a unit ends, if it has not run by then.
+        deferred: what is to run before the forward of a unit ends, if it has not run by then, such
+            as blocks of a loop: has ``finish()`` and ``drop()``.
         unreduced: units with gradients left by ``no_sync``.
         to_check: units that have changed since the last pass; None without ``XLA_FSDP_CHECK=1``,
             which asserts what holds between two passes when one ends.
@@ -92,7 +77,7 @@ class Schedule:
     def __init__(self, device: torch.device, *, sync_on_end: bool = False) -> None:
         self.dummies = Dummies(device)
         self.is_last = True
-        self.deferred: list[Deferred] = []
+        self.deferred: list[Any] = []
         # A list, not a set: all ranks must reduce in the same order.
         self.unreduced: list[Any] = []
         self._sync_on_end = sync_on_end
@@ -105,9 +90,9 @@ class Schedule:
         self._passes: set[int] = set()
         # The units that hold parameters: for a backward pass, by its number; -1 for a forward or
         # backward that may never run.
-        self._holding: dict[Unit, int] = {}
+        self._holding: dict[Any, int] = {}
         checks = os.environ.get("XLA_FSDP_CHECK") == "1"
-        self.to_check: dict[weakref.ref[Unit], None] | None = {} if checks else None
+        self.to_check: dict[weakref.ref[Any], None] | None = {} if checks else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "to_check": None if self.to_check is None else {}}
@@ -173,22 +158,22 @@ class Schedule:
             self._passes.add(number)
             Variable._execution_engine.queue_callback(partial(self._end, number))
 
-    def hold_for_pass(self, unit: Unit) -> None:
+    def hold_for_pass(self, unit: Any) -> None:
         """Let ``unit`` free its parameters when the current backward pass ends."""
         self.ensure_end_of_pass_callback()
         self._holding[unit] = current_pass()
 
-    def hold_for_next(self, unit: Unit) -> None:
+    def hold_for_next(self, unit: Any) -> None:
         """Let ``unit`` free its parameters when the root's forward or the outermost backward pass
         ends, unless ``use`` comes first."""
         self._holding.setdefault(unit, -1)
 
-    def use(self, unit: Unit) -> None:
+    def use(self, unit: Any) -> None:
         """Undo ``hold_for_next``, because the unit runs now."""
         if self._holding.get(unit) == -1:
             del self._holding[unit]
 
-    def end_hold(self, unit: Unit) -> bool:
+    def end_hold(self, unit: Any) -> bool:
         """Undo ``hold_for_pass``; return whether the current pass had called that."""
         return self._holding.get(unit) == current_pass() and self._holding.pop(unit) is not None
 
@@ -243,7 +228,7 @@ class Schedule:
         """Drop what backward has stored; as live tensors it would become outputs of programs."""
         self._last[True], self._unfinished = [], []
 
-    def _check(self, units: Sequence[Unit]) -> None:
+    def _check(self, units: Sequence[Any]) -> None:
         stored = [*self._last[True], *self._unfinished]
         problems = [f"the schedule keeps {len(stored)} tensors"] * bool(stored and self.is_last)
         problems += [f"{unit} waits for another end" for unit in self._holding]

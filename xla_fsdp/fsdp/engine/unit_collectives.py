@@ -26,7 +26,7 @@ from xla_fsdp.distributed.packing import Bucket, buckets_for, plan_buckets, shap
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
-from xla_fsdp.fsdp.engine.thread import in_phase
+from xla_fsdp.fsdp.engine.thread import current_pass, in_phase
 from xla_fsdp.xla import ops
 
 
@@ -84,23 +84,17 @@ class AllGather:
 
     @in_phase("all-gather")
     @torch.no_grad()
-    def unshard(self, before: Sequence[Tensor], *, again: bool) -> list[Tensor]:
-        """Return the unsharded tensors of all original parameters, in the compute dtype.
-
-        Args:
-            before: tensors to be computed first.
-            again: whether the program has gathered the same shards already. A barrier then keeps
-                XLA from reusing the packed copies, which take as much memory as all shards.
-        """
-        return self._unshard(self._packed(before, again=again))
+    def unshard(self, before: Sequence[Tensor]) -> list[Tensor]:
+        """Return the unsharded tensors of all original parameters, in the compute dtype, once
+        ``before`` are computed."""
+        return self._unshard(self._packed(before))
 
     @in_phase("all-gather")
     @torch.no_grad()
-    def gather_larger(self, before: Sequence[Tensor], *, again: bool) -> list[Tensor]:
-        """Return this rank's larger shards, one packed tensor for each bucket, in its dtype;
-        arguments as for ``unshard``."""
+    def gather_larger(self, before: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's larger shards, one packed tensor for each bucket, in its dtype."""
         across = self._smaller_groups.across
-        packed = self._packed(before, again=again)
+        packed = self._packed(before)
         sent = {each: tensor.to(each.dtype) for each, tensor in packed.items()}
         self.log.sends("all-gather", sent, self._params)
         return [across.all_gather(tensor).clone() for tensor in sent.values()]
@@ -112,12 +106,16 @@ class AllGather:
         buckets = self._buckets_of([param.leaf for param in self._params])
         return self._unshard(dict(zip(buckets, larger, strict=True)), larger=True)
 
-    def _packed(self, before: Sequence[Tensor], *, again: bool) -> dict[Bucket, Tensor]:
+    def _packed(self, before: Sequence[Tensor]) -> dict[Bucket, Tensor]:
         """Pack all shards into buckets, in their own dtype: they are cast to the compute dtype only
-        when sent, as a cast copy takes memory until then."""
+        when sent, as a cast copy takes memory until then.
+
+        In backward the program has gathered the same shards already. A barrier then keeps XLA from
+        reusing the packed copies, which take as much memory as all shards.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # a forward of the user's may run
             shards = [param.shard for param in self._params]
-            if again:
+            if current_pass() != -1:
                 first = [each for each in before if each.is_floating_point()][:1]
                 # Behind the barrier first: XLA would fuse what is added with the optimizer's step,
                 # and gather a shard only once its gradient has been reduced.

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from xla_fsdp.distributed.packing import Bucket
-from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_fsdp_modules
+from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import joined
 from xla_fsdp.scan.api import holds_blocks
@@ -44,15 +44,15 @@ def explain(model: nn.Module) -> None:
 
 def lines_of(model: nn.Module) -> list[str]:
     """Return what ``explain`` prints."""
-    first: dict[FSDPState, tuple[str, FSDPModuleLike]] = {}
+    first: dict[FSDPState, str] = {}
     for name, module in named_fsdp_modules(model):
-        first.setdefault(module._fsdp_unit, (name, module))
+        first.setdefault(module._fsdp_unit, name)
     if not first:
         raise ValueError(
             "the model has no FSDP units to explain. Wrap it, call fully_shard, or give "
             "parallelize's model"
         )
-    units = [_Unit(name or "root", module) for name, module in first.values()]
+    units = [_Unit(name or "root", unit) for unit, name in first.items()]
     rows: list[tuple[str, ...]] = [HEADER]
     for (_, cells), alike in groupby(units, lambda each: (each.container, each.cells)):
         names = [each.name for each in alike]
@@ -72,11 +72,7 @@ class _Unit:
     """One line of the table, before equal ones are joined."""
 
     name: str
-    module: Any
-
-    @property
-    def unit(self) -> FSDPState:
-        return self.module._fsdp_unit
+    unit: FSDPState
 
     @property
     def container(self) -> str:

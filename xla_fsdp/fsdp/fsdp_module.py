@@ -55,14 +55,14 @@ class FSDPModule(ShardedModule):
         Raises:
             RuntimeError: under ``torch.compile``.
         """
-        return self._fsdp_run(super().__call__, args, kwargs)  # type: ignore[misc]
+        return self._fsdp_run(super().__call__, args, kwargs)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         # A pass that raised may have left parameters unsharded; callers expect shards.
         self._fsdp_module_state.unit.schedule.cleanup_failed_passes()
-        yield from super().named_modules(memo, prefix, remove_duplicate)  # type: ignore[misc]
+        yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Apply ``fn`` as ``nn.Module`` does; shards on the meta device may get memory by it."""

@@ -151,11 +151,11 @@ class StepInBackward:
         make_state_of(optimizer, stacks)  # a loop steps nothing that has none
         return OptimizerSliceSteps(optimizer, stacks, self._note)
 
-    def refuse_losses_of_others(self, unit: FSDPState, inputs: Sequence[Tensor]) -> None:
-        """Raise RuntimeError if ``inputs`` of the model, whose root is ``unit``, were computed from
+    def refuse_losses_of_others(self, root: FSDPState, inputs: Sequence[Tensor]) -> None:
+        """Raise RuntimeError if ``inputs`` of the model with this root were computed from
         trained parameters that are neither the model's nor the optimizer's, unless nothing of the
         model is trained now."""
-        is_root = unit.settings.is_root and unit.settings.is_last_backward
+        is_root = root.settings.is_root and root.settings.is_last_backward
         if not (is_root and torch.is_grad_enabled()):
             return
         model, optimizer = self._model(), self._live_optimizer()

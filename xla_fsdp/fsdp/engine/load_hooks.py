@@ -61,66 +61,42 @@ def marked(state: Mapping[str, Any], module: nn.Module, form: Form) -> OrderedDi
     return result
 
 
-@dataclass
-class StateLoading:
-    """Converts a state dict to shards for one module and the units in it.
+def translate(
+    shards: Sequence[NamedShard],
+    state: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Replace full tensors by shards, before a module is loaded from ``state``.
 
-    Holds no module: a reference cycle would free a model only at the next garbage collection, and
-    its uncomputed tensors would be in later programs.
+    Args:
+        shards: the sharded parameters of the module and of units in it, outer ones first.
+        state: this and the following are the arguments of torch's load hooks.
+
+    Raises:
+        ValueError: if neither mark nor shapes tell shards from full tensors; or the shards are
+            those of another rank.
     """
-
-    # The error list of the load for which an outer module has done the conversion.
-    _done_in: list[str] | None = None
-
-    def translate(
-        self,
-        shards: Sequence[NamedShard],
-        inside: Iterable[StateLoading],
-        state: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        """Replace full tensors by shards, before a module is loaded from ``state``.
-
-        Args:
-            shards: the sharded parameters of the module and of units in it, outer ones first.
-            inside: of the units in the module; they skip this load.
-            state: this and the following are the arguments of torch's load hooks.
-
-        Raises:
-            ValueError: if neither mark nor shapes tell shards from full tensors; or the shards are
-                those of another rank.
-        """
-        if self._done_in is errors:  # torch passes the same list to all modules of a load
-            return
-        for shard in shards:
-            # Without values it would have the shape of the full parameter, and torch compares.
-            shard.param.finalize()
-        load = _Load(shards, state, prefix, missing, errors)
-        load.rename_upstream()
-        load.complete_ties()
-        if load.form(local_metadata.get(MARK)) is Form.FULL:
-            load.cut()
-        else:
-            before = len(errors)
-            load.drop_other_layouts()
-            if len(errors) == before:
-                saved = local_metadata.get(PLACES)
-                refuse_other_places(
-                    saved, places_of(each.param for each in shards), "the state dict"
-                )
-        stack_loaded_shards(shards, state, prefix, missing)
-        load.copy_device_tensors()
-        for other in inside:
-            other._done_in = errors
-
-    def finish(self) -> None:
-        """Forget the load."""
-        self._done_in = None
+    for shard in shards:
+        # Without values it would have the shape of the full parameter, and torch compares.
+        shard.param.finalize()
+    load = _Load(shards, state, prefix, missing, errors)
+    load.rename_upstream()
+    load.complete_ties()
+    if load.form(local_metadata.get(MARK)) is Form.FULL:
+        load.cut()
+    else:
+        before = len(errors)
+        load.drop_other_layouts()
+        if len(errors) == before:
+            own = places_of(each.param for each in shards)
+            refuse_other_places(local_metadata.get(PLACES), own, "the state dict")
+    stack_loaded_shards(shards, state, prefix, missing)
+    load.copy_device_tensors()
 
 
 @dataclass

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeGuard, cast
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.fsdp.engine.deferred import take_memory
-from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
+from xla_fsdp.fsdp.engine.load_hooks import mark_shards, translate
 from xla_fsdp.fsdp.engine.param import drop_names
 from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
@@ -49,7 +49,8 @@ class ModuleState:
         part: number of the module among those of the unit.
         cast_buffers: original dtype, by name, of the buffers that were cast for good.
         forward_buffers: casts buffers for each forward.
-        loading: converts state dicts to shards.
+        loaded_in: the error list of a load for which an outer module has converted the state dict;
+            torch passes the same list to all modules of a load.
         forward_override: runs the module's forward in place of the unit.
     """
 
@@ -57,7 +58,7 @@ class ModuleState:
     communication: Communication
     part: int = 0
     cast_buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
-    loading: StateLoading = field(default_factory=StateLoading)
+    loaded_in: list[str] | None = None
     forward_override: ForwardOverride | None = None
     forward_buffers: CastBuffers | None = None
 
@@ -67,7 +68,7 @@ class ModuleState:
         return forward if buffers is None else partial(buffers.run, forward)
 
 
-class FSDPModuleBase:
+class FSDPModuleBase(nn.Module):
     """Base class of FSDP modules, mixed into a module's class."""
 
     _fsdp_module_state: ModuleState
@@ -93,32 +94,21 @@ class FSDPModuleBase:
         return state.unit.run(state.with_buffers(method), args, kwargs, part=state.part)
 
     def _fsdp_units(self) -> list[FSDPState]:
-        return units_in(self._fsdp_module())
+        return units_in(self)
 
     def _fsdp_named_shards(self, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
-        return named_shards(self._fsdp_module(), remove_duplicate=remove_duplicate)
+        return named_shards(self, remove_duplicate=remove_duplicate)
 
-    def _fsdp_module(self) -> nn.Module:
-        return cast(nn.Module, self)
-
-
-class FSDPModuleLike(Protocol):
-    """An FSDP module, for type checkers; ``FSDPModuleBase`` by itself is no ``nn.Module``."""
-
-    _fsdp_module_state: ModuleState
-
-    @property
-    def _fsdp_unit(self) -> FSDPState: ...
-
-    def _fsdp_register_method(self, name: str) -> None: ...
+    def _fsdp_register_method(self, name: str) -> None:
+        raise NotImplementedError
 
 
-def attach(module: nn.Module, attachment: ModuleState) -> None:
+def attach(module: Any, attachment: ModuleState) -> None:
     """Attach the state to ``module``, an ``FSDPModuleBase``; units inside join its context.
 
     Register hooks that change names in state dicts after this call.
     """
-    module._fsdp_module_state = attachment  # type: ignore[assignment]
+    module._fsdp_module_state = attachment
     for name, inner in named_fsdp_modules(module):
         if inner._fsdp_unit is not attachment.unit:
             inner._fsdp_unit.join(attachment.unit)
@@ -136,7 +126,7 @@ def mark_state_dicts(module: nn.Module) -> None:
     module.register_state_dict_post_hook(partial(_mark_shards))
 
 
-def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModuleLike]:
+def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModuleBase]:
     """Return whether ``module`` runs as a unit, or as a part of one."""
     return isinstance(module, FSDPModuleBase)
 
@@ -148,11 +138,11 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def named_fsdp_modules(
     module: nn.Module, *, remove_duplicate: bool = True
-) -> Iterator[tuple[str, FSDPModuleLike]]:
+) -> Iterator[tuple[str, FSDPModuleBase]]:
     """Yield the FSDP modules in ``module``, itself included, outer ones first, with their names."""
     for name, inner in list(module.named_modules(remove_duplicate=remove_duplicate)):
         if isinstance(inner, FSDPModuleBase):
-            yield name, cast(FSDPModuleLike, inner)
+            yield name, inner
 
 
 def units_in(module: nn.Module) -> list[FSDPState]:
@@ -243,32 +233,32 @@ def refuse_dynamo() -> None:
 # ---------------------------------------------------------------- state dicts
 
 
-def _show_shards(module: nn.Module, *_: Any) -> None:
-    unit = cast(FSDPModuleLike, module)._fsdp_unit
+def _show_shards(module: Any, *_: Any) -> None:
+    unit = module._fsdp_unit
     unit.schedule.cleanup_failed_passes()
     unit.reshard()
     for param in unit.group.params:
         param.finalize()
 
 
-def _translate(module: nn.Module, *load: Any) -> None:
+def _translate(module: Any, *load: Any) -> None:
     _show_shards(module)
-    attached = cast(FSDPModuleLike, module)._fsdp_module_state
-    if attached.unit.state is UnitState.SHARDED:  # else the module loads unsharded tensors
-        shards = list(named_shards(module, remove_duplicate=False))
-        attached.loading.translate(shards, _loading_inside(module), *load)
+    attached = module._fsdp_module_state
+    # While it is not sharded the module loads unsharded tensors.
+    if attached.unit.state is UnitState.SHARDED and attached.loaded_in is not load[-1]:
+        translate(list(named_shards(module, remove_duplicate=False)), *load)
+        for inner in _inside(module):
+            inner._fsdp_module_state.loaded_in = load[-1]
 
 
-def _loading_inside(module: nn.Module) -> Iterator[StateLoading]:
-    for _, inner in named_fsdp_modules(module, remove_duplicate=False):
-        if inner is not module:
-            yield inner._fsdp_module_state.loading
+def _inside(module: nn.Module) -> list[FSDPModuleBase]:
+    found = dict.fromkeys(inner for _, inner in named_fsdp_modules(module))
+    return [inner for inner in found if inner is not module]
 
 
 def _finish_loading(module: nn.Module, report: Any) -> None:
-    cast(FSDPModuleLike, module)._fsdp_module_state.loading.finish()
-    for loading in _loading_inside(module):
-        loading.finish()
+    for inner in _inside(module):
+        inner._fsdp_module_state.loaded_in = None
     for unit in units_in(module):
         for param in unit.group.params:
             # On the meta device before load_state_dict(assign=True).
@@ -277,8 +267,8 @@ def _finish_loading(module: nn.Module, report: Any) -> None:
 
 
 @package_code()
-def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:
-    unit = cast(FSDPModuleLike, module)._fsdp_unit
+def _mark_shards(module: Any, state: Any, prefix: str, local_metadata: Any) -> None:
+    unit = module._fsdp_unit
     drop_names(state, prefix)
     if unit.state is UnitState.SHARDED:
         put_stacked_shards(unit.group.params, state, prefix)

@@ -34,7 +34,7 @@ from xla_fsdp.distributed.shard_layout import join_name, layout_of
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
 from xla_fsdp.fsdp.engine.module_state import (
     CastBuffers,
-    FSDPModuleLike,
+    FSDPModuleBase,
     ModuleState,
     is_fsdp_module,
 )
@@ -130,7 +130,7 @@ class ManagedModules:
     def __init__(self, roots: Sequence[nn.Module], ignored: Ignored) -> None:
         self.roots = tuple(roots)
         self.ignored = ignored
-        self.units: list[FSDPModuleLike] = []
+        self.units: list[FSDPModuleBase] = []
         # Number of the root, name in it with a dot appended, module, placements in that.
         self._named = [
             (number, prefix, module, vars(module).get(PLACEMENTS, {}))

@@ -67,7 +67,8 @@ class FSDPModule(ShardedModule):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Apply ``fn`` as ``nn.Module`` does; shards on the meta device may get memory by it."""
         self._fsdp_unit.reshard()
-        waiting = [param for param in self._fsdp_unit.group.params if param.waits_for_memory]
+        params = self._fsdp_unit.group.params
+        waiting = [each for each in params if any(held.is_meta for held in each.owned())]
         result = super()._apply(fn, recurse)
         for param in waiting:
             take_memory(param, has_values=False)

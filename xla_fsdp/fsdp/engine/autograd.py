@@ -398,18 +398,11 @@ class SavedParams:
     def reshard(
         self, group: FSDPParamGroup, versions: Sequence[int], dummies: Dummies | None
     ) -> None:
-        """Turn the parameters of this forward, and their saved views, into ``ReshardedParam``s, and
-        drop this object's own references, as the hooks outlive the forward.
-
-        Args:
-            group: whose modules let go of them.
-            versions: of the shards that they were gathered from.
-            dummies: the data that these tensors get, so that their own is freed; None leaves it.
-        """
-        reshard = Reshard(group, versions, freed=dummies is not None)
-        reshard.take_all(self._unsharded)
-        for index, tensor in self._views:
-            reshard.take(tensor, index, is_view=True)
+        """Turn the parameters of this forward, which the modules of ``group`` let go, and their
+        saved views into ``ReshardedParam``s; drop this object's own references, as the hooks
+        outlive the forward. Tensors get ``dummies`` as data, if there are, so that their own is
+        freed."""
+        Reshard(group, versions, freed=dummies is not None).take(self._unsharded, self._views)
         if dummies is not None:
             for tensor in (*self._unsharded, *(view for _, view in self._views)):
                 ops.free_keeping_aliases(tensor, dummies.like(tensor))

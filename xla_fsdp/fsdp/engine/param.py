@@ -28,6 +28,7 @@ from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.packing import ShardPacking, shaped, viewable
 from xla_fsdp.distributed.placement import TensorPlacement, placed_params
 from xla_fsdp.distributed.shard_layout import join_name
+from xla_fsdp.fsdp.engine.inputs import version_of
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.lost import LostTensor
 
@@ -59,33 +60,23 @@ class ModuleAttr:
         self._module = WeakRef(module)
         self.attribute = attribute
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, ModuleAttr) and self._key == other._key)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[int, str]:
-        return id(self._module()), self.attribute
-
     @property
     def module(self) -> nn.Module:
         """The module; an empty one after it was freed, as a backward pass may outlive its model."""
         return self._module() or nn.Module()
 
-    def point_at(self, tensor: Tensor) -> None:
-        """Set the attribute to ``tensor``."""
+    def point_at(self, tensor: Tensor | None) -> None:
+        """Set the attribute to ``tensor``, or remove it from the module."""
         module = self.module
-        # nn.Module.__setattr__ would refuse a tensor that is no nn.Parameter.
-        module._parameters[self.attribute] = tensor  # type: ignore[assignment]
-        _refresh_rnn_weights(module)
-
-    def remove(self) -> None:
-        """Remove the attribute from the module."""
-        module = self.module
-        module._parameters.pop(self.attribute, None)
-        _refresh_rnn_weights(module)
+        if tensor is None:
+            module._parameters.pop(self.attribute, None)
+        else:
+            # nn.Module.__setattr__ would refuse a tensor that is no nn.Parameter.
+            module._parameters[self.attribute] = tensor  # type: ignore[assignment]
+        if isinstance(module, nn.RNNBase):  # it computes with a list of its parameters
+            # In place: a checkpoint restores the attributes that modules had before a forward.
+            names = module._flat_weights_names
+            module._flat_weights[:] = [module._parameters.get(name) for name in names]
 
     def holds(self, tensor: Tensor | None) -> bool:
         """Return whether the attribute is ``tensor``; True if the module was freed."""
@@ -128,24 +119,11 @@ class OriginalParam:
         return self.placement is not None and self.placement.is_of_experts
 
 
-def _refresh_rnn_weights(module: nn.Module) -> None:
-    """Update the list of parameters that recurrent layers compute with."""
-    if isinstance(module, nn.RNNBase):
-        # In place: a checkpoint restores the attributes that modules had before a forward.
-        names = module._flat_weights_names
-        module._flat_weights[:] = [module._parameters.get(name) for name in names]
-
-
 @dataclass(frozen=True)
 class StackPart:
-    """Slice ``number`` of a stack of shards.
-
-    Args:
-        number: of the slice.
-        length: of the stack.
-        shape: of the shard. A stack has other dims where shards are vectors of whole rows: on a
-            TPU, vectors that are stacked lie across each other, and a slice would be laid out anew.
-    """
+    """Slice ``number`` of a stack of ``length`` shards of ``shape``. A stack has other dims where
+    shards are vectors of whole rows: on a TPU, vectors that are stacked lie across each other, and
+    a slice would be laid out anew."""
 
     number: int
     length: int
@@ -156,16 +134,12 @@ class ParamSlots:
     """Sets the module attributes of one shard's originals.
 
     Nested units may share a parameter and be unsharded at the same time. An attribute therefore
-    holds the tensor of the latest ``show`` without ``hide``, or the leaf if there is none.
-
-    Args:
-        shard: the leaf.
-        registered: whether attributes hold the leaf while nothing is shown; False for a flat
-            shard, whose originals are no attributes then.
+    holds the tensor of the latest ``show`` without ``hide``, or the leaf if there is none and the
+    leaf is ``registered``: a flat one is not, and a stack only in the attributes of its slice 0.
 
     Attributes:
-        part: slice of the leaf that is the shard, if the leaf is a stack. Only the attributes of
-            slice 0 hold the stack.
+        shard: the leaf.
+        part: slice of the leaf that is the shard, if the leaf is a stack.
         users: number of units that have the parameter.
     """
 
@@ -194,29 +168,19 @@ class ParamSlots:
     def hide(self, owner: ModuleAttr, tensor: Tensor) -> None:
         """Undo the latest ``show`` of these arguments."""
         for index in reversed(range(len(self._shown))):
-            if self._shown[index][1] is tensor and self._shown[index][0] == owner:
+            if self._shown[index][0] is owner and self._shown[index][1] is tensor:
                 del self._shown[index]
                 break
         self.refresh(owner)
 
-    def is_held_by(self, owner: ModuleAttr) -> bool:
-        """Return whether ``owner`` holds what it should."""
-        return owner.holds(self._held_by(owner))
-
     def refresh(self, owner: ModuleAttr) -> None:
         """Set the attribute of ``owner`` to what it should hold, or remove it."""
-        tensor = self._held_by(owner)
-        if tensor is None:
-            owner.remove()
-        else:
-            owner.point_at(tensor)
+        owner.point_at(self.held_by(owner))
 
-    def _held_by(self, owner: ModuleAttr) -> Tensor | None:
+    def held_by(self, owner: ModuleAttr) -> Tensor | None:
         """Return the tensor that ``owner`` should hold; None if it should have no attribute."""
-        for shown, tensor in reversed(self._shown):
-            if shown == owner:
-                return tensor
-        return self.shard if self._registered else None
+        shown = (tensor for each, tensor in reversed(self._shown) if each is owner)
+        return next(shown, self.shard if self._registered else None)
 
 
 # ---------------------------------------------------------------- the parameter
@@ -235,10 +199,9 @@ class FSDPParam:
     Args:
         key: name of the shard in the unit's state dict.
         originals: the original parameters, in the order in which they are joined.
-        shard: leaf parameter of one shard's elements on the rank's device: [n], or [rows, ...]
-            where whole rows along a dim are sharded.
+        shard: the leaf, on the rank's device: [n], or [rows, ...] of whole rows along a dim.
         packing: how the originals are joined and cut.
-        compute_dtype: dtype in which parameters are gathered and used; None for the shard's own.
+        compute_dtype: in which parameters are gathered and used; None for the shard's own.
         home: for a flat shard, the module that registers it under ``key``; otherwise None.
         slots: of another unit's parameter that has the same shard.
         everywhere: whether every rank of the job has this parameter.
@@ -277,8 +240,7 @@ class FSDPParam:
             home.register_parameter(key, shard)
             for original in originals:
                 print_without(original)
-                for owner in original.owners:
-                    name_in_state_dicts(owner, original.whole_shape, shard.dtype)
+                name_in_state_dicts(original, shard.dtype)
         for owner in self.owners:
             self.slots.refresh(owner)
 
@@ -327,10 +289,9 @@ class FSDPParam:
 
     @property
     def version(self) -> int:
-        """How often the leaf was changed in place; 0 in inference mode, which counts no changes."""
+        """How often the leaf was changed in place, as ``version_of`` counts."""
         with torch._C.DisableTorchFunctionSubclass():
-            leaf = self.leaf
-            return 0 if leaf.is_inference() else leaf._version
+            return version_of(self.leaf)
 
     @property
     def shard(self) -> Tensor:
@@ -412,22 +373,12 @@ class FSDPParam:
         return self.packing.cut(unsharded, rank, by_rows=self.by_rows)
 
     def to_unsharded(self, unsharded: Sequence[Tensor], *, idle: bool = False) -> None:
-        """Point the modules at unsharded tensors; call ``check_owners`` before.
-
-        Args:
-            unsharded: one for each original.
-            idle: no forward is about to use them, so the tensors of another unit whose forward
-                runs take precedence.
-        """
+        """Point the modules at unsharded tensors, one for each original; call ``check_owners``
+        before. ``idle`` as for ``ParamSlots.show``."""
         self._unsharded = list(unsharded)
         for original, tensor in zip(self.originals, unsharded, strict=True):
             for owner in original.owners:
                 self.slots.show(owner, tensor, idle=idle)
-
-    @property
-    def waits_for_memory(self) -> bool:
-        """Whether a module holds the shard on the meta device."""
-        return any(tensor.is_meta for tensor in self.owned())
 
     def owned(self) -> list[Tensor]:
         """Return the parameters that the modules hold now."""
@@ -460,7 +411,7 @@ class FSDPParam:
         if self._unsharded:
             return
         if self._home is None:
-            as_expected = all(map(self.slots.is_held_by, self.owners))
+            as_expected = all(owner.holds(self.slots.held_by(owner)) for owner in self.owners)
         else:
             as_expected = ModuleAttr(self._home, self.key).holds(self.leaf)
         if not as_expected:
@@ -511,23 +462,17 @@ def _own_rank(placement: TensorPlacement) -> int:
 # ---------------------------------------------------------------- modules that lack a parameter
 
 
-def name_in_state_dicts(owner: ModuleAttr, shape: torch.Size, dtype: torch.dtype) -> None:
+def name_in_state_dicts(original: OriginalParam, dtype: torch.dtype) -> None:
     """Let the state dict of a module alone, inside a unit, name a parameter that was flattened, by
     a tensor on the meta device: PEFT asks each module for its names, and looks up the values in the
     full state dict. ``drop_names`` removes them from state dicts of units."""
-    hook = partial(_add_name, name=owner.attribute, shape=shape, dtype=dtype)
-    owner.module.register_state_dict_post_hook(hook)
+    for owner in original.owners:
+        hook = partial(_add_name, owner.attribute, original.whole_shape, dtype)
+        owner.module.register_state_dict_post_hook(hook)
 
 
 def _add_name(
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    *,
-    name: str,
-    shape: torch.Size,
-    dtype: torch.dtype,
+    name: str, shape: torch.Size, dtype: torch.dtype, module: Any, state: Any, prefix: str, _: Any
 ) -> None:
     if prefix + name not in state:
         state[prefix + name] = named = torch.empty(shape, dtype=dtype, device="meta")
@@ -556,7 +501,7 @@ class _ExtraRepr:
             return type(module).extra_repr(module)
         finally:
             for owner, _ in absent:
-                owner.remove()
+                owner.point_at(None)
 
 
 def print_without(original: OriginalParam) -> None:

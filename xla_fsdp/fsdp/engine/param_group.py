@@ -11,9 +11,9 @@ the modules hold shards again, so that its memory is freed, unless the user hold
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,30 +30,18 @@ from xla_fsdp.fsdp.engine.unit_collectives import AllGather, ReducedBuckets, Red
 from xla_fsdp.xla import ops
 
 
-@dataclass(frozen=True)
-class Unsharded:
-    """Gathered parameters.
+class Unsharded(NamedTuple):
+    """Gathered parameters."""
 
-    Args:
-        params: one for each original parameter, in the compute dtype.
-        post_forward_shards: the larger shards that backward gathers from; may be empty.
-    """
-
-    params: list[Tensor]
-    post_forward_shards: list[Tensor] = field(default_factory=list)
+    params: list[Tensor]  # one for each original parameter, in the compute dtype
+    post_forward_shards: Sequence[Tensor] = ()  # the larger shards that backward gathers from
 
 
-@dataclass(frozen=True)
-class Reduced:
-    """Reduced gradients of a unit.
+class Reduced(NamedTuple):
+    """Reduced gradients of a unit."""
 
-    Args:
-        grads: of the shards.
-        sums: the reduced buckets that they are computed from, one for each collective.
-    """
-
-    grads: list[Tensor | None]
-    sums: list[Tensor]
+    grads: list[Tensor | None]  # of the shards
+    sums: list[Tensor]  # the buckets that they are computed from, one for each collective
 
 
 class FSDPParamGroup:
@@ -63,7 +51,7 @@ class FSDPParamGroup:
         params: in the order of the module's parameters.
         collectives: communication among the ranks that share them.
         config: dtypes and bucket sizes.
-        replicas: communication among the ranks that hold the same shards (default: no others).
+        replicas: communication among the ranks that hold the same shards.
         smaller: groups of ranks that share larger shards between forward and backward.
 
     Attributes:
@@ -193,17 +181,13 @@ class FSDPParamGroup:
         idle: bool = False,
         revokes: bool = True,
     ) -> None:
-        """Point the modules at unsharded parameters.
+        """Point the modules at unsharded parameters, one for each original.
 
         Args:
-            unsharded: one for each original parameter.
-            versions: versions of the shards from which they were gathered (default: the current
-                ones).
-            idle: no forward is about to use them, so the tensors of another unit whose forward
-                runs take precedence.
+            unsharded: the parameters.
+            versions: of the shards that they were gathered from (default: the current ones).
+            idle: as for ``ParamSlots.show``.
             revokes: whether who still holds them after ``to_sharded`` holds ``ReshardedParam``s.
-                Not after a forward, whose outputs are still to come and may be parameters, and not
-                leaves that belong to the user.
 
         Raises:
             ValueError: if a parameter was replaced after wrapping.
@@ -229,7 +213,7 @@ class FSDPParamGroup:
         for param in self.params:
             param.to_sharded()
         if self._revokes:
-            Reshard(self, self.unsharded_versions, freed=False).take_all(self.unsharded)
+            Reshard(self, self.unsharded_versions, freed=False).take(self.unsharded)
         self.unsharded = ()
 
     # ------------------------------------------------------------ all-gather
@@ -295,10 +279,9 @@ class FSDPParamGroup:
         """Return averaged gradients of the shards, with unreduced gradients of earlier passes; None
         while ``waits_for_replicas``, which a later call will sum over.
 
-        A parameter gets None if no original of it has a gradient, as in an unsharded model.
-
         Args:
-            grads: unsharded gradients, one for each original parameter.
+            grads: unsharded, one for each original parameter. A parameter gets None if no original
+                of it has a gradient, as in an unsharded model.
             early: gradients of other parameters that were reduce-scattered before.
         """
         reduction, waits = self.reduction, self.waits_for_replicas
@@ -317,13 +300,8 @@ class FSDPParamGroup:
         return self.reduction.finish(self.reduction.sum_replicas(self.reduction.scatter(given)))
 
     def unsharded_grads(self, shards: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gather gradients with respect to results of ``mean``, the backward of that.
-
-        Args:
-            shards: one for each parameter.
-
-        Returns:
-            One for each original parameter.
+        """Gather gradients with respect to results of ``mean``, the backward of that: of each
+        parameter to each original.
 
         Raises:
             RuntimeError: if a hook of the user computes means.
@@ -334,12 +312,9 @@ class FSDPParamGroup:
                 f"again, and a hook (register_comm_hook, set_all_reduce_hook) has reduced them, "
                 f"whose derivative is not known. Remove the hook"
             )
-        pairs = [
-            (param, shard)
-            for param, shard in zip(self.params, shards, strict=True)
-            if shard is not None
-        ]
-        full = iter(self.gather.as_stored([p for p, _ in pairs], [shard for _, shard in pairs]))
+        found = {at: shard for at, shard in enumerate(shards) if shard is not None}
+        params = [self.params[at] for at in found]
+        full = iter(self.gather.as_stored(params, [*found.values()]))
         return [
             None if shard is None else next(full)
             for param, shard in zip(self.params, shards, strict=True)
@@ -441,42 +416,35 @@ class NamedShard:
 
 
 class Reshard:
-    """One time at which the modules of a unit let go of unsharded parameters.
-
-    Args:
-        group: their group; referenced weakly.
-        versions: of the shards that the parameters were gathered from.
-        freed: whether the parameters have lost their values.
-    """
+    """One time at which the modules of a unit let go of unsharded parameters, gathered from shards
+    of these ``versions``; ``freed`` if the parameters have lost their values."""
 
     def __init__(self, group: FSDPParamGroup, versions: Sequence[int], *, freed: bool) -> None:
         self._group = weakref.ref(group)
         self._versions = versions
         self._freed = freed
 
-    def take(self, tensor: Tensor, index: int, *, is_view: bool = False) -> None:
-        """Turn original parameter ``index``, or a view of it, into a ``ReshardedParam``."""
-        handle: Any = tensor
-        handle._reshard, handle._index, handle._views = self, index, is_view
-        handle.__class__ = ReshardedParam
+    def take(self, unsharded: Sequence[Tensor], views: Iterable[tuple[int, Tensor]] = ()) -> None:
+        """Turn all original parameters of the group, and views of them by their numbers, into
+        ``ReshardedParam``s."""
+        pairs = [(*pair, False) for pair in enumerate(unsharded)]
+        for index, tensor, is_view in (*pairs, *((*pair, True) for pair in views)):
+            handle: Any = tensor
+            handle._reshard, handle._index, handle._views = self, index, is_view
+            handle.__class__ = ReshardedParam
 
-    def take_all(self, unsharded: Sequence[Tensor]) -> None:
-        """Turn all original parameters of the group into ``ReshardedParam``s."""
-        for index, tensor in enumerate(unsharded):
-            self.take(tensor, index)
-
-    def base_of(self, handle: ReshardedParam, func: Any) -> Tensor | None:
-        """Return the parameter that the modules hold now in the place of ``handle``; None if they
-        hold shards, and the values of ``handle`` are still those of the shards.
+    def now(self, handle: ReshardedParam, func: Any) -> Tensor:
+        """Return what ``func`` computes with: the parameter that the modules hold now in the place
+        of ``handle``; itself if they hold shards, and its values are still those of the shards.
 
         Raises:
             RuntimeError: if these values are gone.
         """
         group = self._group()
         if group is not None and group.unsharded:
-            return group.unsharded[handle._index]
+            return handle._like(group.unsharded[handle._index])
         if group is not None and not self._freed and group.versions == self._versions:
-            return None
+            return handle
         raise RuntimeError(
             f"{self.name(handle._index)} was used (by {name_of(func)}) while its FSDP unit is "
             f"sharded, so its full values are not there: they are in the unit's own forward and "
@@ -521,16 +489,10 @@ class ReshardedParam(Tensor):
         reads = read_by(func, args, cls)
         with torch._C.DisableTorchFunctionSubclass():
             if reads is Reads.VALUES:
-                found = _replaced(args, kwargs, lambda each: each._current(func))
+                args, kwargs = _replaced(args, kwargs, lambda each: each._reshard.now(each, func))
             elif reads is Reads.SHAPE:
-                found = _replaced(args, kwargs, lambda each: each._reshard.shape_of(each))
-            else:
-                found = args, kwargs or {}
-            return func(*found[0], **found[1])
-
-    def _current(self, func: Any) -> Tensor:
-        base = self._reshard.base_of(self, func)
-        return self if base is None else self._like(base)
+                args, kwargs = _replaced(args, kwargs, lambda each: each._reshard.shape_of(each))
+            return func(*args, **(kwargs or {}))
 
     def _like(self, base: Tensor) -> Tensor:
         # The strides of an XLA tensor do not describe its views; the recorded view ops do.

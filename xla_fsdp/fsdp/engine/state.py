@@ -252,7 +252,7 @@ class FSDPState:
         finally:
             self._on(Event.FORWARD_DONE)
             # Outside of its program a traced tensor has no value, and torch_xla aborts.
-            Reshard(self.group, self.group.versions, freed=True).take_all(unsharded)
+            Reshard(self.group, self.group.versions, freed=True).take(unsharded)
 
     # ------------------------------------------------------------ forward
 

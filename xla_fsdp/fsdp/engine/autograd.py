@@ -16,7 +16,6 @@ the graph, in which autograd connects what ``SavedParams`` unpacks to the first 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from xla_fsdp.distributed.higher_order import Linear, linear
 from xla_fsdp.fsdp.engine.inputs import changed_since, num_changes, version_of
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard
 from xla_fsdp.fsdp.engine.schedule import Dummies
+from xla_fsdp.fsdp.engine.thread import current_pass
 from xla_fsdp.fsdp.engine.unit_collectives import ReducedBuckets
 from xla_fsdp.xla import ops
 
@@ -53,7 +53,7 @@ class ForwardCall:
         self.reshards: bool = unit.settings.reshards_after_forward
         self.versions: list[int] = unit.group.versions
         self.saved: Any = None
-        self.for_backward: list[Tensor] = []
+        self.for_backward: Sequence[Tensor] = ()
         self.running: set[int] = set()
         self.done: set[int] = set()
         # By number of the backward pass: one that raised leaves what it has reduced, which the next
@@ -70,20 +70,18 @@ class ForwardCall:
 
     def add_reduced_early(self, reduced: ReducedBuckets) -> None:
         """Keep gradients that were reduced before this pass runs the ``Unshard`` node."""
-        number = torch._C._current_graph_task_id()
-        if so_far := self._reduced_early.get(number):
+        if so_far := self._reduced_early.get(current_pass()):
             reduced = self.unit.group.reduction.add(so_far, reduced)
-        self._reduced_early[number] = reduced
+        self._reduced_early[current_pass()] = reduced
 
     def take_reduced_early(self) -> ReducedBuckets:
         """Return the gradients that this backward pass has reduced, and keep them no longer."""
-        return self._reduced_early.pop(torch._C._current_graph_task_id(), {})
+        return self._reduced_early.pop(current_pass(), {})
 
     def node_done(self, node: int) -> None:
         """Record that ``node`` has run backward; after the last one, free the parameters."""
-        number = torch._C._current_graph_task_id()
-        if number != self._restarted_in:  # with ``retain_graph`` several passes run through a graph
-            self._restarted_in = number
+        if current_pass() != self._restarted_in:  # with ``retain_graph`` there are several
+            self._restarted_in = current_pass()
             self._waiting = set(range(1, self._num_nodes + 1))
         self._waiting.discard(node)
         if not self._waiting:
@@ -193,14 +191,9 @@ def reduce_early(call: ForwardCall, number: int, unsharded: Tensor) -> Tensor:
 def gather_again(
     call: ForwardCall, saved: list[Tensor], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gather the parameters of a unit before backward goes on with gradients of its outputs.
-
-    Args:
-        call: the forward call.
-        saved: for backward: unsharded parameters, larger shards, or none. Emptied unless the graph
-            is kept, as it would live as long as the user holds the loss.
-        grads: of outputs.
-    """
+    """Gather the parameters of a unit before backward goes on with gradients of its outputs. What
+    was ``saved`` is emptied unless the graph is kept, as it would live as long as the user holds
+    the loss."""
     held = list(saved)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         saved.clear()
@@ -227,10 +220,6 @@ def before_backward(step: GradStep, outputs: Sequence[Tensor]) -> None:
     Outputs stay the tensors that the forward has made, as some may be computed from others, or
     share memory: what reads the gradient of one (a hook, ``retain_grad``) sees what comes through
     the others, and what the module keeps of one sees the changes that a caller makes in place.
-
-    Args:
-        step: takes and returns the gradients of what the node has made.
-        outputs: of the forward.
     """
     once = _OncePerPass(step)
     for output in outputs:
@@ -277,10 +266,9 @@ class _OncePerPass:
 
     def run(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients that the node takes."""
-        number = torch._C._current_graph_task_id()
-        if number == self._begun_in:
+        if current_pass() == self._begun_in:
             return grads
-        self._begun_in = number
+        self._begun_in = current_pass()
         return self._step(grads)
 
 
@@ -298,34 +286,12 @@ def _run_steps(
 # ---------------------------------------------------------------- saved tensors
 
 
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor that backward needs. Autograd looks for changes in place only where no hooks are on
-    what it saves."""
-
-    tensor: Tensor
-    changes: Callable[[Tensor], int]
-    num_changes: int  # when it was saved
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> SavedTensor:
-        """Save ``tensor``, without its graph."""
-        if tensor.is_leaf:
-            # Not changes of its memory: kernels that set running statistics are none for autograd.
-            return cls(tensor, version_of, version_of(tensor))
-        # An output that a node saves would keep this node alive, and all before it, until backward.
-        # Autograd connects what is unpacked to the graph again.
-        return cls(tensor.data, changes_of, changes_of(tensor))
-
-    def unchanged(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: if it was changed in place since.
-        """
-        if self.changes(self.tensor) != self.num_changes:
-            raise changed_in_place(self.tensor)
-        return self.tensor
+def _unchanged(tensor: Tensor, changes: Callable[[Tensor], int], num_changes: int) -> Tensor:
+    """Return a tensor that was saved, unless it was changed in place since. Autograd looks for that
+    only where no hooks are on what it saves."""
+    if changes(tensor) != num_changes:
+        raise changed_in_place(tensor)
+    return tensor
 
 
 def changes_of(tensor: Tensor) -> int:
@@ -421,7 +387,12 @@ class SavedParams:
         if self._outside is not None:
             pack, unpack = self._outside
             return partial(unpack, pack(tensor))
-        return SavedTensor.of(tensor).unchanged
+        if tensor.is_leaf:
+            # Not changes of its memory: kernels that set running statistics are none for autograd.
+            return partial(_unchanged, tensor, version_of, version_of(tensor))
+        # An output that a node saves would keep this node alive, and all before it, until backward.
+        # Autograd connects what is unpacked to the graph again.
+        return partial(_unchanged, tensor.data, changes_of, changes_of(tensor))
 
     def _param(self, index: int, view: Tensor | None = None) -> Tensor:
         """Return a parameter, or a view made by the view ops of ``view``, which was released."""

@@ -37,13 +37,14 @@ from xla_fsdp.fsdp.engine.autograd import (
     before_backward,
     connect,
     gather_again,
+    present,
     reduce_early,
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig, FSDPSettings
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
 from xla_fsdp.fsdp.engine.param import register_unsharded_views
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard, refuse_changed
-from xla_fsdp.fsdp.engine.schedule import Schedule, ScheduleLog
+from xla_fsdp.fsdp.engine.schedule import Schedule
 from xla_fsdp.fsdp.engine.shard_tensor import ShardView, refuse_shard
 from xla_fsdp.fsdp.engine.thread import (
     backward_scopes,
@@ -73,9 +74,10 @@ class FSDPState:
         group: the unit's parameters; it may have none.
         config: the unit's options.
         device: this rank's XLA device.
-        parts: number of modules whose parameters are gathered and freed together.
+        parts: number of modules that share the unit.
 
     Attributes:
+        log: tells what the unit gathers, frees and reduces; has its name.
         state: what the modules hold.
         has_units: whether there are units inside of this one.
         settings: options that may change between steps.
@@ -88,6 +90,7 @@ class FSDPState:
         self, group: FSDPParamGroup, config: FSDPConfig, device: torch.device, parts: int = 1
     ) -> None:
         self.group = group
+        self.log = group.log
         self.config = config
         self.device = device
         self.parts = parts
@@ -109,11 +112,6 @@ class FSDPState:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.log.unit}: {self.state.name}, {self.group!r})"
-
-    @property
-    def log(self) -> ScheduleLog:
-        """Tells what the unit gathers, frees and reduces; has its name."""
-        return self.group.log
 
     def join(self, root: FSDPState) -> None:
         """Share the schedule of ``root``, a unit around this one."""
@@ -178,7 +176,7 @@ class FSDPState:
             self.group.to_sharded()
             return
         # The graph keeps the call.
-        saved, call.saved, call.for_backward = call.saved, None, []
+        saved, call.saved, call.for_backward = call.saved, None, ()
         self.group.to_sharded(kept=not call.reshards)
         saved.reshard(self.group, call.versions, self.schedule.dummies if call.reshards else None)
 
@@ -258,13 +256,8 @@ class FSDPState:
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, part: int = 0) -> Any:
         """Return ``forward(*args, **kwargs)`` of the unit's module number ``part``, computed with
-        unsharded parameters.
-
-        Raises:
-            ValueError: if the forward changed a parameter in place, or arguments as
-                ``Inputs.call`` refuses it.
-            RuntimeError: inside ``summoned``, or if a parameter is on the meta device.
-        """
+        unsharded parameters. Raises ValueError if it changed a parameter in place, and as
+        ``refuse_run`` and ``Inputs.call``."""
         running_forward = () if self._forward is None else self._forward.running
         if part in self._recomputing or part in running_forward:  # the module calls itself
             with forward_code():
@@ -279,7 +272,9 @@ class FSDPState:
         tied, before = self._tie_inputs(call, [self.cast_input(t) for t in inputs.sources])
         compute = self._recompute if call.recomputed else self._compute
         result = compute(call, part, before, partial(inputs.call, forward, tied))
-        self._end_call()
+        if self._forward is not None:
+            self.schedule.hold_for_next(self)
+        self.schedule.end_forward(of_root=self.settings.is_root and self._forward is None)
         return result
 
     def refuse_run(self) -> None:
@@ -300,11 +295,7 @@ class FSDPState:
 
     def cast_input(self, tensor: Tensor) -> Tensor:
         """Return an input in the dtype that the unit computes with. An outermost unit moves inputs
-        from host memory to its device.
-
-        Raises:
-            RuntimeError: if it is a shard.
-        """
+        from host memory to its device. Raises RuntimeError for a shard."""
         if isinstance(tensor, ShardView):
             refuse_shard(tensor, "passing it to a unit")
         if tensor.device.type == "cpu" and not this_thread.units:
@@ -321,19 +312,13 @@ class FSDPState:
         """Continue the forward pass if another of the unit's modules has begun it, or begin one."""
         if self._forward is not None and part in self._forward.done:
             self._on(Event.FORWARD_DONE)
-        schedule = self.schedule
-        schedule.use(self)
+        self.schedule.use(self)
         if self._forward is None:
-            schedule.cleanup_failed_passes()
+            self.schedule.cleanup_failed_passes()
         recomputed = current_pass() != -1
         if self._forward is not None and not recomputed:
             return self._forward
         return ForwardCall(self, recomputed=recomputed)
-
-    def _end_call(self) -> None:
-        if self._forward is not None:
-            self.schedule.hold_for_next(self)
-        self.schedule.end_forward(of_root=self.settings.is_root and self._forward is None)
 
     def _tie_inputs(
         self, call: ForwardCall, inputs: list[Tensor]
@@ -395,7 +380,13 @@ class FSDPState:
                 self.schedule.end_deferred()
             result = self._connect_outputs(call, outputs, saved, for_backward)
             if changed := saved.changed_in_place():
-                raise self._changed_in_place(changed)
+                names = ", ".join(self.group.originals[index].names[0] for index in changed)
+                raise ValueError(
+                    f"{names} was changed in place in the forward of its FSDP unit. The change "
+                    f"would be lost: full parameters are freed after the forward and gathered "
+                    f"again from the shards. Compute with a changed copy instead, or change it "
+                    f"outside the forward."
+                )
         except BaseException as error:
             self.schedule.end_deferred(has_raised=True)
             if self._forward is call:
@@ -424,7 +415,11 @@ class FSDPState:
         self._forward = call
 
     def _connect_outputs(
-        self, call: ForwardCall, outputs: Outputs, saved: SavedParams, for_backward: list[Tensor]
+        self,
+        call: ForwardCall,
+        outputs: Outputs,
+        saved: SavedParams,
+        for_backward: Sequence[Tensor],
     ) -> Any:
         """Return the result with the outputs in the output dtype, each on the device available only
         once all are. Backward begins at them, with ``for_backward``."""
@@ -461,14 +456,6 @@ class FSDPState:
             saved.reshard(group, versions, None)
         return self._connect_outputs(call, outputs, saved, [] if call.reshards else unsharded)
 
-    def _changed_in_place(self, changed: list[int]) -> ValueError:
-        names = ", ".join(self.group.originals[index].names[0] for index in changed)
-        return ValueError(
-            f"{names} was changed in place in the forward of its FSDP unit. The change would be "
-            f"lost: full parameters are freed after the forward and gathered again from the "
-            f"shards. Compute with a changed copy instead, or change it outside the forward."
-        )
-
     # ------------------------------------------------------------ backward
 
     def pre_backward(
@@ -478,12 +465,9 @@ class FSDPState:
         computed; return these gradients, each available only once all are.
 
         Args:
-            call: the forward call.
+            call: the forward call. Raises RuntimeError if shards were changed since.
             saved: for backward: unsharded parameters, larger shards, or none.
             grads: of the outputs.
-
-        Raises:
-            RuntimeError: if shards were changed since the forward.
         """
         if call.reshards:
             refuse_changed(call.versions, self.group.versions)
@@ -491,23 +475,20 @@ class FSDPState:
             self._on(Event.FORWARD_DONE)
         unshards = self.settings.unshard_in_backward or not call.reshards
         if self.state in NEEDS_GATHER and self.group.params and unshards:
-            before = self._before([grad for grad in grads if grad is not None])
+            before = self._before(present(grads))
             if saved and not call.reshards:
                 self._hold_until_end_of_pass(list(saved), call.versions)
             else:
                 self._gather_for_backward(before, saved)
             self._prefetch_others(before, in_backward=True)
         ready = self._tie_grads(grads)
-        backward_scopes.enter(self, self.group.log.unit)
+        backward_scopes.enter(self, self.log.unit)
         return ready
 
     def unsharded_for_saved(self, call: ForwardCall) -> Sequence[Tensor]:
-        """Return the unsharded parameters in backward. Gathers them if ``pre_backward`` has not run
-        yet: backward may begin at a tensor inside the module, such as a loss stored on it.
-
-        Raises:
-            RuntimeError: if shards were changed since the forward ``call``.
-        """
+        """Return the unsharded parameters in backward, if the shards are those of ``call``. Gathers
+        them if ``pre_backward`` has not run yet: backward may begin at a tensor inside the module,
+        such as a loss stored on it."""
         self.ensure_unsharded()
         refuse_changed(call.versions, self.group.unsharded_versions)
         return self.group.unsharded
@@ -566,7 +547,7 @@ class FSDPState:
     def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs, each available only once all are."""
         ready = self._tie_grads(grads)
-        self.schedule.finish_first(grad for grad in ready if grad is not None)
+        self.schedule.finish_first(present(ready))
         return ready
 
     def post_backward(self, call: ForwardCall) -> None:
@@ -613,7 +594,7 @@ class FSDPState:
     def _tie_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not self.config.optimization_barrier_in_backward:
             return list(grads)
-        tied = iter(ops.barrier([grad for grad in grads if grad is not None]))
+        tied = iter(ops.barrier(present(grads)))
         return [None if grad is None else next(tied) for grad in grads]
 
     def _before(self, tensors: Sequence[Tensor]) -> list[Tensor]:

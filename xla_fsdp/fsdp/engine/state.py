@@ -217,12 +217,8 @@ class FSDPState:
 
     @contextlib.contextmanager
     def summoned(self, unsharded: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Let the modules hold these leaf parameters inside the block, in place of shards, after a
-        clean-up of backward passes that raised.
-
-        Raises:
-            RuntimeError: during forward, backward, or another ``summoned`` block.
-        """
+        """Let the modules hold these leaf parameters inside the block, in place of shards. Raises
+        RuntimeError during forward, backward, or another such block."""
         self.schedule.cleanup_failed_passes()
         self.reshard()
         if self.state is not UnitState.SHARDED:
@@ -415,20 +411,16 @@ class FSDPState:
         self._forward = call
 
     def _connect_outputs(
-        self,
-        call: ForwardCall,
-        outputs: Outputs,
-        saved: SavedParams,
-        for_backward: Sequence[Tensor],
+        self, call: ForwardCall, outputs: Outputs, saved: SavedParams, kept: Sequence[Tensor]
     ) -> Any:
         """Return the result with the outputs in the output dtype, each on the device available only
-        once all are. Backward begins at them, with ``for_backward``."""
+        once all are. Backward begins at them, with what is ``kept`` for it."""
         for shard in [each for each in outputs.tensors if isinstance(each, ShardView)]:
             refuse_shard(shard, "returning it")
         found = [saved.own(tensor) for tensor in outputs.tensors]
         if self.config.optimization_barrier_in_forward:
             ops.barrier_([each for each in found if ops.is_pending(each)])
-        before_backward(partial(gather_again, call, list(for_backward)), found)
+        before_backward(partial(gather_again, call, list(kept)), found)
         return outputs.replaced(found, self.cast_output)
 
     @in_phase("recompute")

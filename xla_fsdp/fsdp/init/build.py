@@ -197,7 +197,7 @@ def communicate(
     if collectives is None:
         _refuse_tensor_parallel_axis(params, config)
     ranks = communication.shards.num_shards
-    size = _smaller_group_size(config, ranks)
+    size = config.smaller_group_size(ranks)
     if size and experts is not None:
         raise ValueError(
             f"reshard_after_forward is {size}, ranks that keep all parameters of a unit, but "
@@ -215,7 +215,8 @@ def broadcast_values(managed: ManagedModules, communication: Communication) -> N
     """Set parameters and buffers to the values of the first rank that has them."""
     values = [each for each in managed.tensors() if not (is_sharded(each) or each.is_meta)]
     for of_experts in (False, True):
-        own = [each for each in values if _is_of_experts(known_placement(each)) is of_experts]
+        placed = [(each, known_placement(each)) for each in values]
+        own = [each for each, at in placed if bool(at and at.is_of_experts) is of_experts]
         broadcast_(own, communication.everyone.of(of_experts), ops.device())
 
 
@@ -248,7 +249,7 @@ def build_unit(
     guards.install()
     turn_on_if_asked()
     shards, roots = communication.shards, managed.roots
-    size = _smaller_group_size(config, shards.num_shards)
+    size = config.smaller_group_size(shards.num_shards)
     smaller = shards.split(size) if size else None
     group = FSDPParamGroup(params, shards, config, communication.replicas, smaller)
     unit = FSDPState(group, config, device, len(roots))
@@ -293,7 +294,7 @@ def sharding(
     has_peers = communication.covers_all and communication.everyone.num_shards > 1
     # Not where something may wait for other ranks: all is on the host.
     with contextlib.nullcontext() if on_device or managed.on_meta else _building:
-        compare = note_values(_comparable(params), communication) if has_peers else None
+        compare = note_values(params, communication) if has_peers else None
         del params, held
         yield
     if config.execute_sharding_on_init:
@@ -308,17 +309,6 @@ def sharding(
             ops.compute(managed.tensors())
     if compare is not None:
         compare()
-
-
-def _comparable(params: Sequence[ManagedParam]) -> dict[str, Tensor]:
-    """Return the parameters that all ranks hold, none of which is sharded, by name."""
-    alike = [each for each in params if not _is_of_experts(each.placement)]
-    plain = [each for each in alike if not (each.param.is_meta or is_sharded(each.param))]
-    return {each.name: each.param.detach() for each in plain if known_shard(each.param) is None}
-
-
-def _is_of_experts(placement: TensorPlacement | None) -> bool:
-    return placement is not None and placement.is_of_experts
 
 
 def _axis_of_experts(params: Sequence[ManagedParam], config: FSDPConfig) -> Mesh | None:
@@ -354,23 +344,7 @@ def _refuse_tensor_parallel_axis(params: Sequence[ManagedParam], config: FSDPCon
             )
 
 
-def _smaller_group_size(config: FSDPConfig, num_ranks: int) -> int | None:
-    """Return the size of the groups that share larger shards; None if there are none."""
-    reshard = config.reshard_after_forward
-    return None if isinstance(reshard, bool) or reshard in (1, num_ranks) else reshard
-
-
 # ---------------------------------------------------------------- shards and buffers
-
-
-def _refuse_shards_of_others(managed: ManagedModules, device: torch.device) -> None:
-    """Raise ValueError if another rank has sharded a parameter: CPU ranks are threads."""
-    for each in managed.parameters():
-        if isinstance(each.param, ShardParameter) and each.param.device != device:
-            raise ValueError(
-                f"{each.name} is another rank's shard: ranks on a CPU are threads, and share a "
-                f"model that is built outside of the function that launch runs. Build it inside"
-            )
 
 
 def _warn_about_lost(params: Sequence[tuple[Tensor, OriginalParam]]) -> None:
@@ -481,12 +455,12 @@ class _Sharder:
 
     def shard_all(self) -> list[FSDPParam]:
         """Replace the managed parameters."""
-        _refuse_shards_of_others(self.managed, self.device)
         _move_not_floating(self.managed, self.device)
         found = [(known_shard(tensor), tensor, each) for tensor, each in _originals(self.managed)]
         new = [(tensor, original) for known, tensor, original in found if known is None]
         # Before others are made, which ``known_shard`` would find, too.
-        adopted = [self.adopt(known, *of) for known, *of in found if known is not None]
+        tied = [(known, tensor, each) for known, tensor, each in found if known is not None]
+        adopted = [self.adopt(known, tensor, each) for known, tensor, each in tied]
         _warn_about_lost(new)
         if self.config.flatten_parameters:
             groups = self.flat_groups(new)
@@ -603,10 +577,16 @@ def _original(named: Sequence[ManagedParam]) -> OriginalParam:
 
 
 def _move_not_floating(managed: ManagedModules, device: torch.device) -> None:
-    """Move the parameters that are not of floating point, and thus not sharded, to ``device``."""
+    """Move the parameters that are not of floating point, and thus not sharded, to ``device``.
+    Raises ValueError for what cannot be sharded."""
     moved: dict[int, nn.Parameter] = {}
     for each in managed.parameters():
         name, param = each.name, each.param
+        if isinstance(param, ShardParameter) and param.device != device:
+            raise ValueError(
+                f"{name} is another rank's shard: ranks on a CPU are threads, and share a model "
+                f"that is built outside of the function that launch runs. Build it inside"
+            )
         if param.is_floating_point():
             continue
         if param.requires_grad:

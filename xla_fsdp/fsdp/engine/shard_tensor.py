@@ -122,8 +122,10 @@ class ShardView:
     def device_mesh(self) -> Mesh:
         """The mesh that the parameter is sharded over; a tensor-parallel axis is its last one."""
         param = param_of(self)
-        cut, mesh = _tensor_parallel_cut(param), param.mesh
-        return mesh if cut is None else Mesh((*mesh.axes, *cut[0].axes), mesh.layout)
+        cut, mesh = param.originals[0].placement, param.mesh
+        if cut is None or cut.dim is None:
+            return mesh
+        return Mesh((*mesh.axes, *cut.mesh.axes), mesh.layout)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -131,9 +133,9 @@ class ShardView:
         from torch.distributed.tensor import Replicate, Shard  # slow to import
 
         param = param_of(self)
-        cut, own = _tensor_parallel_cut(param), Shard(param.packing.dim)
+        cut, own = param.originals[0].placement, Shard(param.packing.dim)
         by_fsdp = (Replicate(), own) if param.mesh.ndim > 1 else (own,)
-        return by_fsdp if cut is None else (*by_fsdp, Shard(cut[1]))
+        return by_fsdp if cut is None or cut.dim is None else (*by_fsdp, Shard(cut.dim))
 
     def complete(self) -> None:
         """Write values that wait to be written; ``UninitializedShard`` has some."""
@@ -275,14 +277,6 @@ def param_of(shard: Any) -> FSDPParam:
     return param
 
 
-def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
-    """Return the mesh axis and dim along which tensor parallelism shards the parameter."""
-    placement = param.originals[0].placement
-    if placement is None or placement.dim is None:
-        return None
-    return placement.mesh, placement.dim
-
-
 def _as_saved(result: Any, tensors: Iterable[Tensor], kind: type) -> Any:
     """Return a plain tensor as ``SavedShard``, if it has the shape of one of ``tensors`` that is of
     ``kind``."""
@@ -303,11 +297,8 @@ _ELEMENTWISE = frozenset({"add", "sub", "mul", "div", "lerp", "copy", "clone", "
 
 
 def _computed_in_forward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a shard computed from shards element by element, as moving averages are.
-
-    Raises:
-        RuntimeError: if it is computed otherwise, or with gradients.
-    """
+    """Return a shard computed from shards element by element, as moving averages are; raise
+    RuntimeError if it is computed otherwise, or with gradients."""
     name, tensors = name_of(func), tensors_in((args, kwargs))
     shards = [each for each in tensors if isinstance(each, ShardView)]
     params = [_param_behind(each) for each in shards]
@@ -317,14 +308,12 @@ def _computed_in_forward(func: Any, args: Any, kwargs: Any) -> Any:
     elementwise = name.rstrip("_") in _ELEMENTWISE and not torch.is_grad_enabled()
     alike = len(shards) == len(tensors) and all(first.is_cut_like(each) for each in params)
     if name not in ("detach", "data") and not (elementwise and alike):
-        raise _used_in_forward(first, name)
+        raise ShardUsedError(first, name)
     result = func(*args, **kwargs)
     return result if isinstance(result, ShardView) else _view_of(shards[0], result)
 
 
 def _refuse_mixed(name: str, tensors: Iterable[Tensor]) -> None:
-    """Raise RuntimeError if one of ``tensors`` is a parameter of which ranks hold different
-    parts."""
     for tensor in tensors:
         param = _param_behind(tensor) if isinstance(tensor, ShardParameter) else None
         if param is not None and param.packing.layout.num_shards > 1:
@@ -388,7 +377,7 @@ def refuse_shard(shard: ShardView, use: str) -> None:
     returns; ``use`` says what was done with it."""
     param = _param_behind(shard)
     if param is not None:
-        raise _used_in_forward(param, use)
+        raise ShardUsedError(param, use)
 
 
 def _param_behind(shard: Any) -> FSDPParam | None:
@@ -396,28 +385,19 @@ def _param_behind(shard: Any) -> FSDPParam | None:
 
 
 class ShardUsedError(RuntimeError):
-    """A shard was used in a forward of which its unit is no part.
+    """The shard of ``param`` was used, by what ``name`` says, in a forward of which its unit is no
+    part."""
 
-    Args:
-        param: the shard's.
-        text: what was done, and what to do.
-    """
-
-    def __init__(self, param: FSDPParam, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, param: FSDPParam, name: str) -> None:
+        super().__init__(
+            f"the shard of {_names_of(param)} was used (by {name}) in a forward. Each rank holds "
+            f"another part of the parameter; it is full only in the forward of the FSDP unit that "
+            f"has it. Let that unit compute with it, in its forward or in a method registered by "
+            f"register_fsdp_forward_method; or move it to the outer unit, which reads it, by not "
+            f"making its module a unit; or, where no gradient is needed, read it inside "
+            f"summon_full_params"
+        )
         self.param = param
-
-
-def _used_in_forward(param: FSDPParam, name: str) -> RuntimeError:
-    return ShardUsedError(
-        param,
-        f"the shard of {_names_of(param)} was used (by {name}) in a forward. Each rank holds "
-        f"another part of the parameter; it is full only in the forward of the FSDP unit that has "
-        f"it. Let that unit compute with it, in its forward or in a method registered by "
-        f"register_fsdp_forward_method; or move it to the outer unit, which reads it, by not "
-        f"making its module a unit; or, where no gradient is needed, read it inside "
-        f"summon_full_params",
-    )
 
 
 def _names_of(param: FSDPParam) -> str:

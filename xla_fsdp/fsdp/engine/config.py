@@ -104,31 +104,19 @@ class FSDPConfig(UpstreamOptions):
 
 @dataclass
 class FSDPSettings:
-    """Options that may change between steps; ``FSDPConfig`` has the initial ones.
+    """Options that may change between steps; ``FSDPConfig`` has the initial ones."""
 
-    Args:
-        reshard_after_forward: free unsharded parameters between forward and backward.
-        keeps_larger: between them, hold shards over smaller groups of ranks.
-        keeps_on_root: do not reshard after forward if the unit is a root.
-        reshard_after_backward: free unsharded parameters after backward.
-        unshard_in_backward: gather the parameters before backward.
-        sync_gradients: reduce gradients in backward.
-        is_last_backward: False if more backward passes follow before the optimizer step.
-        forward_prefetch: ``WeakRef``s to units to gather together with this one in forward.
-        backward_prefetch: the same in backward.
-        is_root: whether the unit is inside no other unit.
-    """
-
-    reshard_after_forward: bool
-    keeps_larger: bool
-    keeps_on_root: bool
+    reshard_after_forward: bool  # free unsharded parameters between forward and backward
+    keeps_larger: bool  # between them, hold shards over smaller groups of ranks
+    keeps_on_root: bool  # do not reshard after forward if the unit is a root
     reshard_after_backward: bool = True
-    unshard_in_backward: bool = True
-    sync_gradients: bool = True
-    is_last_backward: bool = True
+    unshard_in_backward: bool = True  # gather the parameters before backward
+    sync_gradients: bool = True  # reduce gradients in backward
+    is_last_backward: bool = True  # False if more backward passes follow before the optimizer step
+    # ``WeakRef``s to units to gather together with this one.
     forward_prefetch: Sequence[Any] = ()
     backward_prefetch: Sequence[Any] = ()
-    is_root: bool = True
+    is_root: bool = True  # whether the unit is inside no other unit
 
     @property
     def reshards_after_forward(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from xla_fsdp.fsdp.engine.param import (
@@ -130,35 +130,25 @@ def _close(shard: UninitializedShard) -> None:
 
 
 def take_memory(param: FSDPParam, *, has_values: bool) -> None:
-    """Replace a shard on the meta device by the tensor that the user has put into the module.
-
-    Args:
-        has_values: whether the new tensor is initialized; if not, the shard acts as the
-            unsharded parameter until its values are complete.
-
-    Raises:
-        ValueError: if the shapes differ.
-    """
-    if param.slots.shard.is_meta:
+    """Replace a shard on the meta device by the tensor that the user has put into the module. If it
+    has no values, the shard acts as the unsharded parameter until they are complete. Raises
+    ValueError if the shapes differ."""
+    old = param.slots.shard
+    if old.is_meta:
         new = next((tensor for tensor in param.owned() if not tensor.is_meta), None)
         if new is None:
             return
-        _replace(param, new, has_values=has_values)
+        if held_shape(new) != held_shape(old):
+            raise ValueError(
+                f"{param.key} is on the meta device as a shard of shape {tuple(held_shape(old))}, "
+                f"and was given a tensor of shape {tuple(held_shape(new))}; give it this rank's "
+                f"shard (distribute_tensor), or memory first (to_empty) and then full tensors"
+            )
+        kind = ShardParameter if has_values else UninitializedShard
+        # A copy: torch_xla would trace what is computed from an alias from its earlier values.
+        values = new.detach().to(ops.device(), copy=True)
+        param.slots.shard = kind(values, requires_grad=old.requires_grad)
+        vars(param.slots.shard).update(vars(old))
+        remember(param, [param.slots.shard])
     for owner in param.owners:
         param.slots.refresh(owner)
-
-
-def _replace(param: FSDPParam, new: Tensor, *, has_values: bool) -> None:
-    old = param.slots.shard
-    if held_shape(new) != held_shape(old):
-        raise ValueError(
-            f"{param.key} is on the meta device as a shard of shape {tuple(held_shape(old))}, "
-            f"and was given a tensor of shape {tuple(held_shape(new))}; give it this rank's "
-            f"shard (distribute_tensor), or memory first (to_empty) and then full tensors"
-        )
-    kind = ShardParameter if has_values else UninitializedShard
-    # A copy: torch_xla would trace what is computed from an alias from its earlier values.
-    values = new.detach().to(ops.device(), copy=True)
-    param.slots.shard = kind(values, requires_grad=old.requires_grad)
-    vars(param.slots.shard).update(vars(old))
-    remember(param, [param.slots.shard])

@@ -323,8 +323,8 @@ def changed_since(before: Sequence[int], tensors: Sequence[Tensor]) -> list[int]
 
 
 class Changes:
-    """Changes in place, from now on, of copies of ``sources``, the caller's tensors; some copies may
-    be the sources themselves."""
+    """Changes in place, from now on, of copies of ``sources``, the caller's tensors. Some
+    copies may be the sources themselves."""
 
     def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         self._sources, self._copies = sources, copies

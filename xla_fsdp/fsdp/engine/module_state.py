@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -41,25 +41,17 @@ class ForwardOverride(Protocol):
 
 @dataclass
 class ModuleState:
-    """The state attached to an FSDP module.
+    """The state attached to an FSDP module."""
 
-    Args:
-        unit: runs the module's forward.
-        communication: collectives among the ranks that share the unit's parameters.
-        part: number of the module among those of the unit.
-        cast_buffers: original dtype, by name, of the buffers that were cast for good.
-        forward_buffers: casts buffers for each forward.
-        loaded_in: the error list of a load for which an outer module has converted the state dict;
-            torch passes the same list to all modules of a load.
-        forward_override: runs the module's forward in place of the unit.
-    """
-
-    unit: FSDPState
-    communication: Communication
-    part: int = 0
+    unit: FSDPState  # runs the module's forward
+    communication: Communication  # among the ranks that share the unit's parameters
+    part: int = 0  # number of the module among those of the unit
+    # Original dtype, by name, of the buffers that were cast for good.
     cast_buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
+    # The error list, which torch passes to all modules of a load, of that for which an outer module
+    # has converted the state dict.
     loaded_in: list[str] | None = None
-    forward_override: ForwardOverride | None = None
+    forward_override: ForwardOverride | None = None  # runs the forward in place of the unit
     forward_buffers: CastBuffers | None = None
 
     def with_buffers(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,15 +144,10 @@ def units_in(module: nn.Module) -> list[FSDPState]:
 
 def outermost_units(module: nn.Module) -> list[FSDPState]:
     """Return the units in ``module`` that are inside no other unit, each once."""
-    return list(dict.fromkeys(_outermost(module)))
-
-
-def _outermost(module: nn.Module) -> Iterator[FSDPState]:
     if is_fsdp_module(module):
-        yield module._fsdp_unit
-        return
-    for child in module.children():
-        yield from _outermost(child)
+        return [module._fsdp_unit]
+    inside = (unit for child in module.children() for unit in outermost_units(child))
+    return list(dict.fromkeys(inside))
 
 
 def reshard_units(module: nn.Module) -> None:
@@ -278,24 +265,9 @@ def _mark_shards(module: Any, state: Any, prefix: str, local_metadata: Any) -> N
 # ---------------------------------------------------------------- buffers in another dtype
 
 
-class _Shown(NamedTuple):
-    """A buffer that a module holds in another dtype."""
-
-    module: nn.Module
-    name: str
-    own: Tensor
-    lent: Tensor
-    version: int
-
-
 class CastBuffers:
-    """Casts floating-point buffers for a forward. Outside of it modules hold buffers of their own
-    dtype and, unless a forward changes them, value.
-
-    Args:
-        modules: that hold the buffers.
-        dtype: in which a forward sees them.
-    """
+    """Casts the floating-point buffers of ``modules`` for a forward. Outside of it modules hold
+    buffers of their own dtype and, unless a forward changes them, value."""
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._modules = [weakref.ref(module) for module in modules]
@@ -310,7 +282,8 @@ class CastBuffers:
         finally:
             _put_back(shown)
 
-    def _show(self) -> list[_Shown]:
+    def _show(self) -> list[tuple[nn.Module, str, Tensor, Tensor, int]]:
+        """Cast; return module, name, own buffer, and cast one with its version."""
         shown = []
         casts: dict[int, Tensor] = {}  # a buffer of two modules is one in the forward, too
         for module in [module for each in self._modules if (module := each()) is not None]:
@@ -323,12 +296,12 @@ class CastBuffers:
                         casts[id(own)] = own.to(self._dtype)
                 lent = casts[id(own)]
                 module._buffers[name] = lent
-                shown.append(_Shown(module, name, own, lent, lent._version))
+                shown.append((module, name, own, lent, lent._version))
         return shown
 
 
 @torch.no_grad()
-def _put_back(shown: list[_Shown]) -> None:
+def _put_back(shown: Iterable[tuple[nn.Module, str, Tensor, Tensor, int]]) -> None:
     for module, name, own, lent, version in shown:
         now = module._buffers.get(name)
         if now is lent:

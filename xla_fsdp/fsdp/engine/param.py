@@ -86,22 +86,14 @@ class ModuleAttr:
 
 @dataclass(frozen=True)
 class OriginalParam:
-    """A parameter of the model before sharding.
+    """A parameter of the model before sharding."""
 
-    Args:
-        names: its names in the unit; the first is canonical, the others are ties.
-        shape: unsharded shape; of the local tensor under tensor parallelism.
-        owners: the attributes that hold it.
-        parts: for each name, the number of the unit's module that has it; empty if all are in the
-            first module.
-        placement: how tensor parallelism shards it.
-    """
-
-    names: tuple[str, ...]
-    shape: torch.Size
-    owners: tuple[ModuleAttr, ...]
+    names: tuple[str, ...]  # in the unit; the first is canonical, the others are ties
+    shape: torch.Size  # unsharded; of the local tensor under tensor parallelism
+    owners: tuple[ModuleAttr, ...]  # the attributes that hold it
+    # For each name, the number of the unit's module that has it; empty if all are in the first.
     parts: tuple[int, ...] = ()
-    placement: TensorPlacement | None = None
+    placement: TensorPlacement | None = None  # how tensor parallelism shards it
 
     @property
     def whole_shape(self) -> torch.Size:

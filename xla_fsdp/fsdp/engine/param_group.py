@@ -358,14 +358,9 @@ class FSDPParamGroup:
 @dataclass(frozen=True)
 class NamedShard:
     """A sharded parameter, and the names of its unit's modules in a model, which are those before
-    wrapping.
+    wrapping."""
 
-    Args:
-        prefixes: for each module of the unit, its names; empty if it is not in the model.
-        param: the parameter.
-    """
-
-    prefixes: tuple[Sequence[str], ...]
+    prefixes: tuple[Sequence[str], ...]  # names of each module of the unit that is in the model
     param: FSDPParam
 
     @property

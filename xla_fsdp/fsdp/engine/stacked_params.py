@@ -178,15 +178,11 @@ def put_stacked_shards(params: Iterable[FSDPParam], state: dict[str, Any], prefi
 def stack_loaded_shards(
     shards: Iterable[NamedShard], state: dict[str, Any], prefix: str, missing: list[str]
 ) -> None:
-    """Replace the shards of stacked units by stacks, in a state dict that is to be loaded.
+    """Replace the shards of stacked units by stacks, in a state dict that is to be loaded, with
+    shards of the right shapes under names that begin with ``prefix``; add missing names to
+    ``missing``, as torch reports them.
 
-    Args:
-        shards: of the module that loads it. Slices of their stacks that are in other modules, or
-            missing in ``state``, are not changed.
-        state: the state dict, with shards of the right shapes.
-        prefix: of the module's names in ``state``.
-        missing: list to which missing names are added, as torch reports them.
-    """
+    Slices of the stacks that are in other modules, or missing in ``state``, are not changed."""
     stacks: dict[ShardStack, list[NamedShard]] = defaultdict(list)
     for shard in shards:
         if shard.param.slots.part is not None:

@@ -160,10 +160,8 @@ def _loops(model: nn.Module) -> Iterator[str]:
         if not holds_blocks(container):
             continue
         blocks: list[Any] = list(container.children())
-        scanned = [
-            isinstance(each._fsdp_module_state.forward_override, BlockScan) for each in blocks
-        ]
         overrides = [each._fsdp_module_state.forward_override for each in blocks]
+        scanned = [isinstance(each, BlockScan) for each in overrides]
         in_loop = [block for block, own in zip(blocks, scanned, strict=True) if own]
         if any(isinstance(each, AutomaticScan) for each in overrides) and (
             why := why_one_by_one(in_loop)

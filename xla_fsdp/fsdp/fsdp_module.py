@@ -75,11 +75,6 @@ class FSDPModule(ShardedModule):
         return result
 
     def _fsdp_register_method(self, name: str) -> None:
-        if not callable(getattr(self, name, None)):
-            raise ValueError(
-                f"{self._fsdp_original.__name__} has no method {name!r} to register; give the name "
-                f"of a method of the sharded module"
-            )
         if name in vars(self):
             vars(self)[name] = functools.partial(_run_attribute, self, vars(self)[name])
             return

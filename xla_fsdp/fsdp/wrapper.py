@@ -62,18 +62,9 @@ def _hide_wrapped_module(
         state[prefix + key.removeprefix(inner)] = state.pop(key)
 
 
-def _unhide_wrapped_module(
-    wrapper: Any,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
+def _unhide_wrapped_module(wrapper: Any, state: dict[str, Any], prefix: str, *load: Any) -> None:
     """Put the wrapped module's name into keys, for nn.Module's own loading."""
-    wrapper._load_errors = errors
+    wrapper._load_errors = load[-1]
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}{_INNER}.{key.removeprefix(prefix)}"] = state.pop(key)
 
@@ -323,12 +314,12 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         yield prefix, self
         yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
-    def _named_members(self, *args: Any, **kwargs: Any) -> Any:
+    def _named_members(
+        self, get_members_fn: Any, prefix: str = "", recurse: bool = True, **kwargs: Any
+    ) -> Any:
         # The wrapped module's own parameters are those of the wrapper, too.
-        given = inspect.signature(super()._named_members).bind(*args, **kwargs)
-        if given.arguments.get("recurse", True):
-            return super()._named_members(*args, **kwargs)
-        return self._fsdp_wrapped_module._named_members(*args, **kwargs)
+        own: Any = super() if recurse else self._fsdp_wrapped_module
+        return own._named_members(get_members_fn, prefix, recurse, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the wrapped module's children, by their own names."""
@@ -365,11 +356,6 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         return self._fsdp_run_alone(getattr(self._fsdp_wrapped_module, name), args, kwargs)
 
     def _fsdp_register_method(self, name: str) -> None:
-        if not callable(getattr(self.module, name, None)):
-            raise ValueError(
-                f"{type(self.module).__name__} has no method {name!r} to register; give the name "
-                f"of a method of the wrapped module"
-            )
         self._forward_methods = self._forward_methods | {name}
 
     @property

@@ -203,8 +203,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: if the module has no such method.
     """
-    if is_fsdp_module(module):
-        module._fsdp_register_method(method_name)
+    if not is_fsdp_module(module):
+        return
+    if not callable(getattr(module, method_name, None)):
+        raise ValueError(
+            f"{type(module).__name__} has no method {method_name!r} to register; give the name of "
+            f"a method of the sharded module"
+        )
+    module._fsdp_register_method(method_name)
 
 
 def refuse_dynamo() -> None:

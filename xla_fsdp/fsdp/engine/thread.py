@@ -77,12 +77,11 @@ forward_code = functools.partial(_running, Code.FORWARD)
 @contextmanager
 def running(unit: Any) -> Iterator[None]:
     """Run the forward of a user's module, of which ``unit`` has the parameters."""
-    before, this_thread.runs = this_thread.runs, Code.FORWARD
     this_thread.units.append(unit)
     try:
-        yield
+        with forward_code():
+            yield
     finally:
-        this_thread.runs = before
         this_thread.units.remove(unit)
 
 

@@ -122,17 +122,12 @@ def _mesh_problems(options: TorchOptions, mesh: Mesh | None, config: FSDPConfig)
             f"{name} shards over one axis, and the mesh has {', '.join(mesh.axis_names)}; give "
             f"mesh[{SHARD!r}], or the strategy HYBRID_SHARD"
         )
-    if (mesh or strategy in (*HYBRID, ShardingStrategy.NO_SHARD)) and config.sharding_groups:
-        problems.append(
-            "both a mesh (or a strategy that makes one) and sharding_groups say who shares "
-            "parameters; give one"
-        )
-    elif strategy in HYBRID and mesh is not None and mesh.ndim != 2:
+    if strategy in HYBRID and mesh is not None and mesh.ndim != 2:
         problems.append(
             f"{name} wants a mesh of two axes, replicas and shards; this one has "
             f"{', '.join(mesh.axis_names)}. Make it by init_mesh((2, 4), ('replica', 'shard')), say"
         )
-    elif strategy in HYBRID and not mesh and _num_slices(ops.runtime().torus_coords()) < 2:
+    if strategy in HYBRID and mesh is None and _num_slices(ops.runtime().torus_coords()) < 2:
         problems.append(
             f"{name} without a mesh makes each TPU slice a replica, and this job is not on several "
             f"slices; give device_mesh=init_mesh((2, 4), ('replica', 'shard')), say"

@@ -315,11 +315,15 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
         yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
     def _named_members(
-        self, get_members_fn: Any, prefix: str = "", recurse: bool = True, **kwargs: Any
+        self,
+        get_members_fn: Any,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
     ) -> Any:
         # The wrapped module's own parameters are those of the wrapper, too.
         own: Any = super() if recurse else self._fsdp_wrapped_module
-        return own._named_members(get_members_fn, prefix, recurse, **kwargs)
+        return own._named_members(get_members_fn, prefix, recurse, remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the wrapped module's children, by their own names."""

@@ -219,7 +219,7 @@ def contradictions(rank: int) -> dict[str, str]:
         ("full on two axes", ["ValueError", "FULL_SHARD shards over one axis", "HYBRID_SHARD"]),
         ("hybrid on one axis", ["ValueError", "mesh of two axes", "has shard"]),
         ("hybrid on none", ["ValueError", "each TPU slice a replica", "init_mesh((2, 4)"]),
-        ("hybrid and groups", ["ValueError", "a strategy that makes one", "and sharding_groups"]),
+        ("hybrid and groups", ["ValueError", "each TPU slice a replica", "give device_mesh"]),
         ("no_shard and groups", ["ValueError", "a strategy that makes one", "and sharding_groups"]),
         ("full and kept", ["ValueError", "reshard_after_forward=False keeps them"]),
         ("two dtypes", ["ValueError", "param_dtype=torch.bfloat16", "compute_dtype=torch.float16"]),

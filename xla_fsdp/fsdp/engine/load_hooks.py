@@ -121,8 +121,11 @@ class _Load:
                 self.state[name] = self.state.pop(key)
             renamed.append(name)
         of_key = {key: shard.param for shard in self.shards for key in self._shard_keys(shard)}
-        order = dict.fromkeys(of_key[name] for name in renamed if name in of_key)
-        _note_order(list(order), upstream=upstream)
+        with upstream_lock:
+            for param in dict.fromkeys(of_key[name] for name in renamed if name in of_key):
+                upstream_order.pop(param, None)
+                if upstream:
+                    upstream_order[param] = next(_next_place)  # never used again: tells one file's
 
     def complete_ties(self) -> None:
         """Add the missing names of tied parameters, of which torch_xla and safetensors save one."""
@@ -183,12 +186,10 @@ class _Load:
     def copy_device_tensors(self) -> None:
         """Replace tensors of the device by copies, as a step gives the model's memory away: a
         snapshot is to be there for the next load."""
-        given = {
-            key: value
-            for key, value in self.state.items()
-            if key.startswith(self.prefix) and isinstance(value, Tensor)
+        given = {key: value for key, value in self.state.items() if key.startswith(self.prefix)}
+        on_device = {
+            key: t for key, t in given.items() if isinstance(t, Tensor) and t.device.type == "xla"
         }
-        on_device = {key: value for key, value in given.items() if value.device.type == "xla"}
         with package_code():
             copies = copies_of(list(on_device.values()))
         self.state.update(zip(on_device, copies, strict=True))
@@ -329,13 +330,3 @@ upstream_order: WeakKeyDictionary[FSDPParam, int] = WeakKeyDictionary()
 the first step: torch's optimizers know parameters by position."""
 _next_place = count(1)
 upstream_lock = threading.Lock()  # ranks on CPU are threads
-
-
-def _note_order(params: Sequence[FSDPParam], *, upstream: bool) -> None:
-    """Note the order in which a state dict of the model that is being loaded has parameters; forget
-    it, if that is not of torch_xla's FSDP."""
-    with upstream_lock:
-        for param in params:
-            upstream_order.pop(param, None)
-            if upstream:
-                upstream_order[param] = next(_next_place)  # never used again: tells one file's

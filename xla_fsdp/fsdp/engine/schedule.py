@@ -42,18 +42,17 @@ class Dummies:
 
     def like(self, tensor: Tensor) -> Tensor:
         """Return the data for ``tensor``."""
+        dtype, shape = tensor.dtype, (3, 5, 7, 11)
+        value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
         if tensor.is_inference():  # not kept, as code that replaces live tensors expects none
             with torch.inference_mode():
-                return self._made(tensor.dtype, self._device)
-        if tensor.dtype not in self._tensors:
+                return torch.full(shape, value, dtype=dtype, device=self._device)
+        if dtype not in self._tensors:
             # Not computed by a program: that of the first step would return it, and so be another
             # one than that of the second.
-            self._tensors[tensor.dtype] = ops.upload(self._made(tensor.dtype, "cpu"), self._device)
-        return self._tensors[tensor.dtype]
-
-    def _made(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-        return torch.full((3, 5, 7, 11), value, dtype=dtype, device=device)
+            made = torch.full(shape, value, dtype=dtype)
+            self._tensors[dtype] = ops.upload(made, self._device)
+        return self._tensors[dtype]
 
 
 class Schedule:
@@ -64,7 +63,6 @@ class Schedule:
         sync_on_end: run the traced program when a backward pass ends.
 
     Attributes:
-        dummies: the data of parameters that units have freed.
         is_last: False if more backward passes follow before the optimizer step; the first gather
             of the next pass then waits for what is unfinished at the end of this one.
         deferred: what is to run before the forward of a unit ends, if it has not run by then, such
@@ -111,14 +109,11 @@ class Schedule:
 
     def before_gather(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that a gather must wait for: what the unit before computes with, or
-        ``inputs`` if there is none.
+        if there is none the ``inputs`` of what uses the gathered parameters.
 
         A gather then overlaps with the computation of the unit before, and at most two units'
         parameters are in memory at once. Without it XLA may start all gathers at once, or merge the
         backward's gather with the forward's and hold the unsharded parameters in between.
-
-        Args:
-            inputs: of the computation that uses the gathered parameters.
         """
         backward = current_pass() != -1
         now = [*inputs, *self._take_unfinished()] if backward else [*inputs]
@@ -266,13 +261,8 @@ class ScheduleLog:
             self.unit = before
 
     def sends(self, what: str, sent: Mapping[Bucket, Tensor], params: Sequence[Any] = ()) -> None:
-        """Tell of collectives, one for each bucket.
-
-        Args:
-            what: their name.
-            sent: the tensor that each is given.
-            params: the ``FSDPParam``s that the numbers of the buckets are of, if they are known.
-        """
+        """Tell of collectives by their name, each given what is sent of one bucket, whose numbers
+        are those of ``params``, if they are known."""
         if _log.isEnabledFor(logging.DEBUG):
             for bucket, tensor in sent.items():
                 names = [params[at].key for at in bucket.numbers if params] or ["a part"]

@@ -186,9 +186,11 @@ class _Load:
     def copy_device_tensors(self) -> None:
         """Replace tensors of the device by copies, as a step gives the model's memory away: a
         snapshot is to be there for the next load."""
-        given = {key: value for key, value in self.state.items() if key.startswith(self.prefix)}
         on_device = {
-            key: t for key, t in given.items() if isinstance(t, Tensor) and t.device.type == "xla"
+            key: value
+            for key, value in self.state.items()
+            if key.startswith(self.prefix) and isinstance(value, Tensor)
+            if value.device.type == "xla"
         }
         with package_code():
             copies = copies_of(list(on_device.values()))

@@ -462,9 +462,12 @@ class ReduceScatter:
         joined = {each: each.pack_gathered(packed) for each in buckets}
         gathered = {each: self.to_reduce_dtype(tensor) for each, tensor in joined.items()}
         self.log.sends("reduce-scatter", gathered, params)
-        if self.comm_hook is not None:
-            return {each: self._hooked(each, t, by.num_shards) for each, t in gathered.items()}
         found = {}
+        if self.comm_hook is not None:
+            for bucket, each in gathered.items():
+                flat = each.reshape(by.num_shards, -1)[:, : sum(bucket.sizes)]
+                found[bucket] = bucket.pack_flat([self.comm_hook(flat)]) if each.numel() else each
+            return found
         for bucket, each in gathered.items():
             param = params[bucket.numbers[0]] if params else None
             own = by.of(param is not None and param.is_expert)
@@ -475,12 +478,6 @@ class ReduceScatter:
             else:
                 found[bucket] = own.reduce_scatter(self._predivided(each))
         return found
-
-    def _hooked(self, bucket: Bucket, gathered: Tensor, num_shards: int) -> Tensor:
-        if self.comm_hook is None or not gathered.numel():
-            return gathered
-        flat = gathered.reshape(num_shards, -1)[:, : sum(bucket.sizes)]
-        return bucket.pack_flat([self.comm_hook(flat)])
 
 
 def split_divisor(divisor: float) -> tuple[float, float]:

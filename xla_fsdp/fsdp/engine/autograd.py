@@ -58,32 +58,23 @@ class ForwardCall:
         self.done: set[int] = set()
         # By number of the backward pass: one that raised leaves what it has reduced, which the next
         # must not add; inside of one a reentrant checkpoint runs another.
-        self._reduced_early: dict[int, ReducedBuckets] = {}
-        self._num_nodes = 0
-        self._waiting: set[int] = set()  # nodes that this backward pass has not run yet
+        self.reduced_early: dict[int, ReducedBuckets] = {}
+        self.num_nodes = 0  # that take part in backward
+        self._waiting = 0  # of them, those that this backward pass has not run yet
         self._restarted_in = -1
-
-    def add_node(self) -> int:
-        """Register a node that takes part in backward; return its number."""
-        self._num_nodes += 1
-        return self._num_nodes
 
     def add_reduced_early(self, reduced: ReducedBuckets) -> None:
         """Keep gradients that were reduced before this pass runs the ``Unshard`` node."""
-        if so_far := self._reduced_early.get(current_pass()):
+        if so_far := self.reduced_early.get(current_pass()):
             reduced = self.unit.group.reduction.add(so_far, reduced)
-        self._reduced_early[current_pass()] = reduced
+        self.reduced_early[current_pass()] = reduced
 
-    def take_reduced_early(self) -> ReducedBuckets:
-        """Return the gradients that this backward pass has reduced, and keep them no longer."""
-        return self._reduced_early.pop(current_pass(), {})
-
-    def node_done(self, node: int) -> None:
-        """Record that ``node`` has run backward; after the last one, free the parameters."""
+    def node_done(self) -> None:
+        """Record that a node has run backward; after the last one, free the parameters."""
         if current_pass() != self._restarted_in:  # with ``retain_graph`` there are several
             self._restarted_in = current_pass()
-            self._waiting = set(range(1, self._num_nodes + 1))
-        self._waiting.discard(node)
+            self._waiting = self.num_nodes
+        self._waiting -= 1
         if not self._waiting:
             self.unit.post_backward(self)
 
@@ -100,14 +91,13 @@ class PostBackward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.call = call
         mark_constants(ctx, ready, ctx.needs_input_grad[2:])
-        if any(ctx.needs_input_grad):
-            ctx.number = call.add_node()
+        call.num_nodes += any(ctx.needs_input_grad)
         return tuple(ready)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         result = _mapped(ctx.call.unit.post_backward_inputs, grads)
-        ctx.call.node_done(ctx.number)
+        ctx.call.node_done()
         return (None, None, *result)
 
 
@@ -128,8 +118,7 @@ class Unshard(torch.autograd.Function):
             for _ in param.originals
         ]
         mark_constants(ctx, unsharded, needs)
-        if any(needs):
-            ctx.number = call.add_node()
+        call.num_nodes += any(needs)
         return tuple(unsharded)
 
     @staticmethod
@@ -137,11 +126,11 @@ class Unshard(torch.autograd.Function):
         call, unit = ctx.call, ctx.call.unit
         if torch.is_grad_enabled():
             unit.refuse_unreduced()
-        reduce = partial(unit.reduce_grads, early=call.take_reduced_early())
+        reduce = partial(unit.reduce_grads, early=call.reduced_early.pop(current_pass(), {}))
         # The shards of a gradient are parts of one mean over the ranks, so gradients with respect
         # to them are gathered as the shards themselves are, without another division.
         result = _mapped(reduce, grads, unit.group.mean, unit.group.unsharded_grads)
-        call.node_done(ctx.number)
+        call.node_done()
         return (None, None, *result)
 
 

@@ -79,6 +79,16 @@ class ForwardCall:
             self.unit.post_backward(self)
 
 
+def refuse_changed(seen: Sequence[int], now: Sequence[int]) -> None:
+    """Raise RuntimeError if shards have other versions ``now`` than in the forward (``seen``)."""
+    if list(seen) != list(now):
+        raise RuntimeError(
+            "parameters of an FSDP unit were changed between its forward and its backward (by "
+            "optimizer.step() or load_state_dict, say). Backward gathers them again and would "
+            "mix new parameters with old activations. Change them after backward."
+        )
+
+
 class PostBackward(torch.autograd.Function):
     """Identity of the inputs; backward frees the parameters once all nodes of the call have run.
 

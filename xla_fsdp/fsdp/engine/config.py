@@ -148,11 +148,6 @@ class FSDPConfig(UpstreamOptions):
                 "parameters into one vector"
             )
 
-    def smaller_group_size(self, num_ranks: int) -> int | None:
-        """Return the size of the groups that share larger shards; None if there are none."""
-        reshard = self.reshard_after_forward
-        return None if isinstance(reshard, bool) or reshard in (1, num_ranks) else reshard
-
     @property
     def gradient_dtype(self) -> torch.dtype | None:
         """Dtype of the reduction of gradients; None for the dtype they are computed in."""

@@ -28,7 +28,6 @@ from xla_fsdp.distributed.mesh_axis import AxisComm
 from xla_fsdp.distributed.packing import ShardPacking, shaped, viewable
 from xla_fsdp.distributed.placement import TensorPlacement, placed_params
 from xla_fsdp.distributed.shard_layout import join_name
-from xla_fsdp.fsdp.engine.inputs import version_of
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.lost import LostTensor
 
@@ -281,9 +280,10 @@ class FSDPParam:
 
     @property
     def version(self) -> int:
-        """How often the leaf was changed in place, as ``version_of`` counts."""
+        """How often the leaf was changed in place; 0 in inference mode, which counts no changes."""
         with torch._C.DisableTorchFunctionSubclass():
-            return version_of(self.leaf)
+            leaf = self.leaf
+            return 0 if leaf.is_inference() else leaf._version
 
     @property
     def shard(self) -> Tensor:

@@ -507,15 +507,5 @@ def _replaced(args: Any, kwargs: Any, fn: Callable[[ReshardedParam], Tensor]) ->
     )
 
 
-def refuse_changed(seen: Sequence[int], now: Sequence[int]) -> None:
-    """Raise RuntimeError if shards have other versions ``now`` than in the forward (``seen``)."""
-    if list(seen) != list(now):
-        raise RuntimeError(
-            "parameters of an FSDP unit were changed between its forward and its backward (by "
-            "optimizer.step() or load_state_dict, say). Backward gathers them again and would "
-            "mix new parameters with old activations. Change them after backward."
-        )
-
-
 class CannotSliceError(Exception):
     """A step cannot be made slice by slice and must use unsliced stacks."""

@@ -37,13 +37,13 @@ from xla_fsdp.fsdp.engine.autograd import (
     before_backward,
     connect,
     gather_again,
-    present,
     reduce_early,
+    refuse_changed,
 )
 from xla_fsdp.fsdp.engine.config import FSDPConfig, FSDPSettings
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
 from xla_fsdp.fsdp.engine.param import register_unsharded_views
-from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard, refuse_changed
+from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard
 from xla_fsdp.fsdp.engine.schedule import Schedule
 from xla_fsdp.fsdp.engine.shard_tensor import ShardView, refuse_shard
 from xla_fsdp.fsdp.engine.thread import (
@@ -398,7 +398,8 @@ class FSDPState:
         return result
 
     def _begin_forward(self, call: ForwardCall, before: list[Tensor]) -> None:
-        gathered = self.group.unshard(before, larger=self.settings.keeps_larger_shards)
+        keeps_larger = call.reshards and self.settings.keeps_larger
+        gathered = self.group.unshard(before, larger=keeps_larger)
         unsharded = connect(call, gathered.params)
         if self.settings.is_root and self.has_units:  # else ``Unshard`` runs at once
             for number in self.group.reduction.alone:
@@ -467,7 +468,7 @@ class FSDPState:
             self._on(Event.FORWARD_DONE)
         unshards = self.settings.unshard_in_backward or not call.reshards
         if self.state in NEEDS_GATHER and self.group.params and unshards:
-            before = self._before(present(grads))
+            before = self._before([grad for grad in grads if grad is not None])
             if saved and not call.reshards:
                 self._hold_until_end_of_pass(list(saved), call.versions)
             else:
@@ -539,7 +540,7 @@ class FSDPState:
     def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs, each available only once all are."""
         ready = self._tie_grads(grads)
-        self.schedule.finish_first(present(ready))
+        self.schedule.finish_first(grad for grad in ready if grad is not None)
         return ready
 
     def post_backward(self, call: ForwardCall) -> None:
@@ -586,7 +587,7 @@ class FSDPState:
     def _tie_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not self.config.optimization_barrier_in_backward:
             return list(grads)
-        tied = iter(ops.barrier(present(grads)))
+        tied = iter(ops.barrier([grad for grad in grads if grad is not None]))
         return [None if grad is None else next(tied) for grad in grads]
 
     def _before(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -27,7 +27,7 @@ from xla_fsdp.distributed.packing import Bucket, buckets_for, plan_buckets, shap
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
-from xla_fsdp.fsdp.engine.thread import current_pass, in_phase
+from xla_fsdp.fsdp.engine.thread import current_pass, in_phase, scope
 from xla_fsdp.xla import ops
 
 
@@ -361,13 +361,14 @@ class ReduceScatter:
         found = self.unpack(self._scatter(buckets, numbered, by, params))
         return [found[at] for at in range(len(tensors))]
 
-    @in_phase("all-reduce")
     def sum_replicas(self, reduced: ReducedBuckets) -> ReducedBuckets:
         """Sum ``reduced`` over the replicas."""
         if self._replicas.num_shards == 1:
             return reduced
         self.log.sends("all-reduce", reduced)
-        return {each: self._replicas.all_reduce("sum", total) for each, total in reduced.items()}
+        all_reduce = partial(self._replicas.all_reduce, "sum")
+        with scope(self.log.unit, "all-reduce"):
+            return {each: all_reduce(total) for each, total in reduced.items()}
 
     def sum_replicas_of(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Sum tensors of any shapes, by number, over the replicas."""
@@ -468,15 +469,15 @@ class ReduceScatter:
                 flat = each.reshape(by.num_shards, -1)[:, : sum(bucket.sizes)]
                 found[bucket] = bucket.pack_flat([self.comm_hook(flat)]) if each.numel() else each
             return found
-        for bucket, each in gathered.items():
-            param = params[bucket.numbers[0]] if params else None
-            own = by.of(param is not None and param.is_expert)
-            if param is not None and len(param.originals[0].shape) == 3:
-                # A stack of matrices, as experts, which a kernel may have made: divided before, it
-                # would be read and written once more. A matrix is divided by what multiplies it.
-                found[bucket] = own.reduce_scatter(each, self._predivided)
-            else:
-                found[bucket] = own.reduce_scatter(self._predivided(each))
+        of = {bucket: params[bucket.numbers[0]] for bucket in gathered if params}
+        # Of a stack of matrices, as experts, which a kernel may have made: divided before, it would
+        # be read and written once more. Of a matrix, the product divides it.
+        late = {bucket for bucket, param in of.items() if len(param.originals[0].shape) == 3}
+        sent = {b: each if b in late else self._predivided(each) for b, each in gathered.items()}
+        for bucket, each in sent.items():
+            own = by.of(bucket in of and of[bucket].is_expert)
+            finish = [self._predivided] if bucket in late else []
+            found[bucket] = own.reduce_scatter(each, *finish)
         return found
 
 

@@ -177,13 +177,8 @@ def communicate(
     managed: ManagedModules, config: FSDPConfig, collectives: Collectives | None = None
 ) -> Communication:
     """Return the collectives among the ranks that share a unit, and among replicas;
-    ``collectives`` stand in for those that ``config`` asks for.
-
-    Raises:
-        ValueError: if the mesh has other ranks than this job, if it shards over a tensor-parallel
-            axis of a parameter, if it has not the axis that experts are cut over, or if
-            ``reshard_after_forward`` does not divide the ranks.
-    """
+    ``collectives`` stand in for those that ``config`` asks for. Raises ValueError for a mesh or
+    groups that do not fit the job or the parameters."""
     params = managed.parameters()
     experts = _axis_of_experts(params, config)
     communication = communication_for(
@@ -197,7 +192,7 @@ def communicate(
     if collectives is None:
         _refuse_tensor_parallel_axis(params, config)
     ranks = communication.shards.num_shards
-    size = config.smaller_group_size(ranks)
+    size = _smaller_group_size(config, ranks)
     if size and experts is not None:
         raise ValueError(
             f"reshard_after_forward is {size}, ranks that keep all parameters of a unit, but "
@@ -237,10 +232,6 @@ def build_unit(
         origins: the meta tensors, by the id of the parameter made of each.
         dims: the dim to shard, by the id of a parameter; others are sharded along dim 0, unless
             that has too few rows.
-
-    Raises:
-        ValueError: if a parameter cannot be trained, is another rank's shard, or is tied to one in
-            another unit that is sharded differently.
     """
     device = ops.device()
     sharder = _Sharder(managed, config, communication, device, origins or {}, dims or {})
@@ -249,7 +240,7 @@ def build_unit(
     guards.install()
     turn_on_if_asked()
     shards, roots = communication.shards, managed.roots
-    size = config.smaller_group_size(shards.num_shards)
+    size = _smaller_group_size(config, shards.num_shards)
     smaller = shards.split(size) if size else None
     group = FSDPParamGroup(params, shards, config, communication.replicas, smaller)
     unit = FSDPState(group, config, device, len(roots))
@@ -283,9 +274,7 @@ def sharding(
     managed: ManagedModules, config: FSDPConfig, communication: Communication
 ) -> Iterator[None]:
     """Compute the shards that the block makes when it ends, so that the unsharded parameters of
-    ``managed`` on the device are freed; compare these between ranks.
-
-    No program runs if the parameters are on the host."""
+    ``managed`` on the device are freed; compare these between ranks."""
     params = managed.parameters()
     held = [each.param for each in params if each.param.device.type == "xla"]
     pending = any(ops.is_pending(param) for param in held)
@@ -342,6 +331,12 @@ def _refuse_tensor_parallel_axis(params: Sequence[ManagedParam], config: FSDPCon
                 f"ranks {own} would shard it over that axis again; give FSDP the other axes, as in "
                 f"mesh=mesh['shard']"
             )
+
+
+def _smaller_group_size(config: FSDPConfig, num_ranks: int) -> int | None:
+    """Return the size of the groups that share larger shards; None if there are none."""
+    reshard = config.reshard_after_forward
+    return None if isinstance(reshard, bool) or reshard in (1, num_ranks) else reshard
 
 
 # ---------------------------------------------------------------- shards and buffers
@@ -416,8 +411,8 @@ def _forward_buffers(managed: ManagedModules, config: FSDPConfig) -> CastBuffers
     """Return what casts buffers for each forward; None if nothing does."""
     if config.buffer_dtype is None or config.cast_buffers:
         return None
-    owners = [each for _, each in managed.modules() if _statistics_dtype(each, config) is None]
-    holders = [each for each in owners if each._buffers]
+    owners = [each for _, each in managed.modules() if each._buffers]
+    holders = [each for each in owners if _statistics_dtype(each, config) is None]
     return CastBuffers(holders, config.buffer_dtype) if holders else None
 
 

@@ -48,10 +48,6 @@ if TYPE_CHECKING:
 
 _INNER = "_fsdp_wrapped_module"
 
-# ``generate`` of transformers models calls the wrapped model itself, not the wrapper, so the
-# wrapper must gather the parameters around it.
-_KNOWN_FORWARD_METHODS = ("generate",)
-
 
 def _hide_wrapped_module(
     wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
@@ -170,7 +166,9 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
     """
 
     _fsdp_is_wrapper = True
-    _forward_methods = frozenset(_KNOWN_FORWARD_METHODS)
+    # Of transformers models. It calls the wrapped model itself, not the wrapper, so the wrapper
+    # must gather the parameters around it.
+    _forward_methods = frozenset({"generate"})
     _casts_buffers = False  # for good, as torch_xla's own
 
     def __init__(

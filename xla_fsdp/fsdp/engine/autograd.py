@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.higher_order import Linear, linear
-from xla_fsdp.fsdp.engine.inputs import changed_since, num_changes, version_of
+from xla_fsdp.fsdp.engine.inputs import changed_since, changes_of, num_changes, version_of
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard
 from xla_fsdp.fsdp.engine.schedule import Dummies
 from xla_fsdp.fsdp.engine.thread import current_pass
@@ -291,11 +291,6 @@ def _unchanged(tensor: Tensor, changes: Callable[[Tensor], int], num_changes: in
     if changes(tensor) != num_changes:
         raise changed_in_place(tensor)
     return tensor
-
-
-def changes_of(tensor: Tensor) -> int:
-    """Return how often the memory of ``tensor`` was changed in place."""
-    return num_changes([tensor])[0]
 
 
 def changed_in_place(tensor: Tensor) -> RuntimeError:

@@ -17,6 +17,7 @@ from xla_fsdp.fsdp.engine.param import (
     own_parts,
     remember,
 )
+from xla_fsdp.fsdp.engine.param_guards import Reads, name_of, read_by
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like, param_of
 from xla_fsdp.xla import ops
 
@@ -66,21 +67,13 @@ class _Opened(threading.local):
 
 
 _opened = _Opened()
-_METHODS_OF_THE_SHARD = {"requires_grad_", "register_hook", "__repr__"}
-_ATTRIBUTES_OF_THE_SHARD = {
-    "requires_grad",
-    "grad",
-    "is_meta",
-    "device",
-    "dtype",
-    "is_leaf",
-    "retains_grad",
-}
 
 
 def _call_unsharded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        if _concerns_the_shard(func):
+        name, writes = name_of(func), getattr(func, "__name__", "") == "__set__"
+        of_object = read_by(func, args, UninitializedShard) is Reads.OBJECT
+        if name == "__repr__" or (of_object and not (name == "data" and writes)):
             return func(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         shards = {id(each): each for each in leaves if isinstance(each, UninitializedShard)}
@@ -91,13 +84,6 @@ def _call_unsharded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any])
         result = func(*args, **kwargs)
     back = {id(unsharded[key]): shard for key, shard in shards.items()}
     return pytree.tree_map(lambda each: back.get(id(each), each), result)
-
-
-def _concerns_the_shard(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
-        return getattr(func.__self__, "__name__", "") in _ATTRIBUTES_OF_THE_SHARD
-    return name in _METHODS_OF_THE_SHARD
 
 
 @torch.no_grad()

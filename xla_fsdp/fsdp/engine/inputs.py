@@ -112,7 +112,7 @@ class InputForm:
     _tree: Any  # with an object of ``_slots`` for each tensor
     _names: tuple[str, ...]
     _slots: Sequence[object]
-    _views: Views
+    _views: Sequence[View]
 
     def filled(self, copies: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with copies of the sources, in containers of their own."""
@@ -206,12 +206,8 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-Views = Sequence[View] | None
-"""How to make each of several tensors; None if they are the sources themselves."""
-
-
-def _views_on(views: Views, copies: Sequence[Tensor]) -> Sequence[Tensor]:
-    return copies if views is None else [view.on(copies[view.source]) for view in views]
+def _views_on(views: Sequence[View], copies: Sequence[Tensor]) -> list[Tensor]:
+    return [view.on(copies[view.source]) for view in views]
 
 
 def _shared_views(group: Sequence[Tensor]) -> list[Tensor]:
@@ -225,11 +221,9 @@ def _shared_views(group: Sequence[Tensor]) -> list[Tensor]:
     return views if shares or sum(view.numel() for view in views) > base.numel() else []
 
 
-def _find_views(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Views]:
+def _find_views(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[View]]:
     """Return sources, and how to make the tensors, all different, from them."""
     bases = [base_of(tensor) for tensor in tensors]
-    if len(set(map(id, bases))) == len(bases):
-        return tensors, None
     groups: dict[int, list[Tensor]] = {}
     for base, tensor in zip(bases, tensors, strict=True):
         groups.setdefault(id(base), []).append(tensor)
@@ -302,17 +296,19 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def num_changes(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often the memory of each tensor was changed in place, by whatever tensor."""
+def changes_of(tensor: Tensor) -> int:
+    """Return how often the memory of ``tensor`` was changed in place, by whatever tensor."""
     # On the device not the version, which does not count changes of ``tensor.data``, nor any in
     # inference mode. Tensors made under a dispatch mode (preflight counts FLOPs by one) have no
     # other count.
-    return [
-        torch._functionalize_mutation_counter(tensor)
-        if torch._is_functional_tensor(tensor)
-        else version_of(tensor)
-        for tensor in tensors
-    ]
+    if torch._is_functional_tensor(tensor):
+        return torch._functionalize_mutation_counter(tensor)
+    return version_of(tensor)
+
+
+def num_changes(tensors: Sequence[Tensor]) -> list[int]:
+    """Return ``changes_of`` each tensor."""
+    return list(map(changes_of, tensors))
 
 
 def changed_since(before: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:

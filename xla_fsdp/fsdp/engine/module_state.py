@@ -173,7 +173,7 @@ def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterato
     for unit, prefixes in _units_with_names(module, remove_duplicate=remove_duplicate):
         for param in unit.group.params:
             shard = NamedShard(prefixes, param)
-            if shard.is_reachable:
+            if all(map(shard.names_of, param.originals)):  # each has a name in the model
                 yield shard
 
 

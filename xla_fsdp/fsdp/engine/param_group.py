@@ -87,8 +87,7 @@ class FSDPParamGroup:
         self.at_unshard: list[Callable[[FSDPParamGroup], None]] = []
         self._mesh = config.mesh
         self._revokes = False  # whether ``unsharded`` become ``ReshardedParam``s
-        self._prefetched: Unsharded | None = None
-        self._prefetched_versions: Sequence[int] = ()
+        self._prefetched: tuple[Sequence[int], Unsharded] | None = None  # with versions of shards
         self._unreduced: dict[int, Tensor] = {}  # unsharded gradients, by original parameter
         self._not_all_reduced: ReducedBuckets = {}  # reduce-scattered, not summed over replicas
         for param in self.params:
@@ -250,20 +249,13 @@ class FSDPParamGroup:
         arguments as for ``unshard``."""
         if self.params and not self.unsharded:
             with torch.no_grad():
-                self._prefetched = self.unshard(before, larger=larger)
-            self._prefetched_versions = self.versions
-
-    @property
-    def has_prefetched(self) -> bool:
-        """Whether there are prefetched parameters, and no shard has changed since."""
-        return self._prefetched is not None and self._prefetched_versions == self.versions
+                self._prefetched = self.versions, self.unshard(before, larger=larger)
 
     def take_prefetched(self) -> Unsharded | None:
         """Remove and return the prefetched parameters; None if there are none, or if a shard has
         changed since."""
-        found = self._prefetched if self.has_prefetched else None
-        self._prefetched = None
-        return found
+        found, self._prefetched = self._prefetched, None
+        return found[1] if found is not None and found[0] == self.versions else None
 
     # ------------------------------------------------------------ gradients
 
@@ -391,11 +383,6 @@ class NamedShard:
         return (
             self.rank == rank and self.group.replicas.rank == 0 and is_first(self.param.originals)
         )
-
-    @property
-    def is_reachable(self) -> bool:
-        """Whether every original has a name in the model."""
-        return all(self.names_of(original) for original in self.param.originals)
 
     def names_of(self, original: OriginalParam) -> list[str]:
         """Return every name of an original, the canonical one first."""

@@ -27,7 +27,7 @@ from xla_fsdp.checkpoint.format.records import (
     StateKind,
 )
 from xla_fsdp.fsdp.engine.module_state import named_shards, reshard_units
-from xla_fsdp.fsdp.engine.param import all_joined, own_parts
+from xla_fsdp.fsdp.engine.param import all_joined
 from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.stacked_params import slice_of
 from xla_fsdp.optim.optimizers import takes_found_inf
@@ -426,7 +426,7 @@ class _Reader:
         self.problems += bad
         if bad:
             return own.value
-        own_slice = shard.param.slice_of(own_parts(values, originals), shard.rank)
+        own_slice = shard.param.cut(values)
         return _in_dtype_of(own.value, own_slice)
 
 

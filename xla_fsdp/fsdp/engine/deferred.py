@@ -14,7 +14,6 @@ from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
     held_shape,
     known_shard,
-    own_parts,
     remember,
 )
 from xla_fsdp.fsdp.engine.param_guards import Reads, name_of, read_by
@@ -107,8 +106,7 @@ def _close(shard: UninitializedShard) -> None:
     param = known_shard(shard)
     with torch._C.DisableTorchFunctionSubclass():
         if param is not None and param.group() is not None:
-            local = own_parts([unsharded.detach()], param.originals)
-            shard.copy_(param.slice_of(local, param.collectives.rank))
+            shard.copy_(param.cut([unsharded.detach()]))
             # At once, to free the unsharded parameter, and because the slice depends on the rank,
             # while the programs of training steps must be the same on all ranks.
             ops.compute([shard])

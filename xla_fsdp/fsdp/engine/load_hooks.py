@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.format.plan import original_name
-from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, own_parts
+from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam
 from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
 from xla_fsdp.fsdp.engine.thread import package_code
@@ -42,12 +42,6 @@ class Form(Enum):
 
     SHARDS = "shards"
     FULL = "full"
-
-
-def mark_shards(local_metadata: dict[str, Any], shards: Iterable[NamedShard]) -> None:
-    """Mark a state dict, in its metadata, as one of these ``shards``."""
-    local_metadata[MARK] = Form.SHARDS.value
-    local_metadata[PLACES] = places_of(each.param for each in shards)
 
 
 def marked(state: Mapping[str, Any], module: nn.Module, form: Form) -> OrderedDict[str, Any]:
@@ -167,7 +161,7 @@ class _Load:
             for key in self._keys(shard, original):
                 if isinstance(value := self.state.get(key), Tensor):
                     fits = self._fits(key, value, original.whole_shape)
-                    self.state[key] = _cut(shard, [value]) if fits else param.shard.detach()
+                    self.state[key] = param.cut([value]) if fits else param.shard.detach()
 
     def drop_other_layouts(self) -> None:
         """Replace shards of other shapes than the model's by its own, and report each."""
@@ -242,11 +236,11 @@ class _Load:
             torch.zeros(original.whole_shape) if value is None else value
             for value, original in zip(found, originals, strict=True)
         ]
-        new = _cut(shard, [tensor.to(param.shard.dtype) for tensor in full])
+        new = param.cut([tensor.to(param.shard.dtype) for tensor in full])
         if all(fits):
             return new
         pairs = zip(originals, fits, strict=True)
-        is_new = _cut(shard, [torch.full(original.whole_shape, fit) for original, fit in pairs])
+        is_new = param.cut([torch.full(original.whole_shape, fit) for original, fit in pairs])
         return torch.where(is_new, new, param.shard.detach().to(new.device))
 
     def _pop(self, shard: NamedShard, original: OriginalParam) -> Tensor | None:
@@ -269,10 +263,6 @@ class _Load:
             f"model has shape {tuple(shape)}."
         )
         return False
-
-
-def _cut(shard: NamedShard, full: Sequence[Tensor]) -> Tensor:
-    return shard.param.slice_of(own_parts(full, shard.param.originals), shard.rank)
 
 
 # ---------------------------------------------------------------- whose shards they are

@@ -22,7 +22,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.fsdp.engine.deferred import take_memory
-from xla_fsdp.fsdp.engine.load_hooks import mark_shards, translate
+from xla_fsdp.fsdp.engine.load_hooks import MARK, PLACES, Form, places_of, translate
 from xla_fsdp.fsdp.engine.param import drop_names
 from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
@@ -265,7 +265,8 @@ def _mark_shards(module: Any, state: Any, prefix: str, local_metadata: Any) -> N
     drop_names(state, prefix)
     if unit.state is UnitState.SHARDED:
         put_stacked_shards(unit.group.params, state, prefix)
-        mark_shards(local_metadata, named_shards(module))
+        places = places_of(shard.param for shard in named_shards(module))
+        local_metadata.update({MARK: Form.SHARDS.value, PLACES: places})
 
 
 # ---------------------------------------------------------------- buffers in another dtype

@@ -364,6 +364,10 @@ class FSDPParam:
         """Return ``rank``'s shard of unsharded tensors, one for each original, on their device."""
         return self.packing.cut(unsharded, rank, by_rows=self.by_rows)
 
+    def cut(self, full: Sequence[Tensor]) -> Tensor:
+        """Return this rank's shard of global tensors, as ``slice_of`` does of local ones."""
+        return self.slice_of(own_parts(full, self.originals), self.collectives.rank)
+
     def to_unsharded(self, unsharded: Sequence[Tensor], *, idle: bool = False) -> None:
         """Point the modules at unsharded tensors, one for each original; call ``check_owners``
         before. ``idle`` as for ``ParamSlots.show``."""

@@ -152,19 +152,9 @@ def outermost_units(module: nn.Module) -> list[FSDPState]:
 
 def reshard_units(module: nn.Module) -> None:
     """Reshard all units in ``module`` that hold unsharded parameters after ``unshard``, or after
-    backward without ``reshard_after_backward``.
-
-    Raises:
-        RuntimeError: if others are in use.
-    """
+    backward without ``reshard_after_backward``; raise RuntimeError if others are in use."""
     for unit in units_in(module):
-        unit.schedule.cleanup_failed_passes()
-        unit.reshard()
-        if unit.state is not UnitState.SHARDED:
-            raise RuntimeError(
-                f"the model holds full parameters, not shards (a unit is in state "
-                f"{unit.state.name}): do this outside of forward, backward and summon_full_params"
-            )
+        unit.require_shards()
 
 
 def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:

@@ -215,17 +215,20 @@ class FSDPState:
         """Undo ``unshard`` and ``prefetch``."""
         self._on(Event.RESHARD)
 
-    @contextlib.contextmanager
-    def summoned(self, unsharded: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Let the modules hold these leaf parameters inside the block, in place of shards. Raises
-        RuntimeError during forward, backward, or another such block."""
+    def require_shards(self) -> None:
+        """Undo ``unshard`` and ``prefetch``; raise RuntimeError if the parameters are in use."""
         self.schedule.cleanup_failed_passes()
         self.reshard()
         if self.state is not UnitState.SHARDED:
             raise RuntimeError(
-                f"full parameters cannot be summoned while a unit is in state {self.state.name}; "
-                f"do it outside of forward, backward and other summon_full_params blocks"
+                f"the model holds full parameters, not shards (a unit is in state "
+                f"{self.state.name}): do this outside of forward, backward and summon_full_params"
             )
+
+    @contextlib.contextmanager
+    def summoned(self, unsharded: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Let the modules hold these leaf parameters inside the block, in place of shards."""
+        self.require_shards()
         with contextlib.ExitStack() as stack:
             self._on(Event.SUMMON, unsharded)
             stack.callback(self._on, Event.RELEASE)

@@ -255,8 +255,7 @@ class FSDPState:
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, part: int = 0) -> Any:
         """Return ``forward(*args, **kwargs)`` of the unit's module number ``part``, computed with
-        unsharded parameters. Raises ValueError if it changed a parameter in place, and as
-        ``refuse_run`` and ``Inputs.call``."""
+        unsharded parameters."""
         running_forward = () if self._forward is None else self._forward.running
         if part in self._recomputing or part in running_forward:  # the module calls itself
             with forward_code():
@@ -431,9 +430,8 @@ class FSDPState:
     def _recompute(
         self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Outputs]
     ) -> Any:
-        """Recompute the forward for a checkpoint, inside a backward pass. The modules hold the
-        gathered parameters until the pass ends, so that the unit's backward needs no other
-        gather."""
+        """Recompute the forward for a checkpoint, inside a backward pass. The modules hold what is
+        gathered until the pass ends, so that the unit's backward needs no other gather."""
         group = self.group
         if self.state in NEEDS_GATHER:
             self._gather_for_backward(before)
@@ -500,10 +498,10 @@ class FSDPState:
         return None; return ``grad`` if more is needed for it, such as later passes."""
         if not self.reduces_plainly:
             return grad
-        schedule, reduction = self.schedule, self.group.reduction
+        reduction = self.group.reduction
         found = reduction.scatter({number: grad}, [reduction.alone[number]])
         call.add_reduced_early(found)
-        schedule.finish_first(found.values())
+        self.schedule.finish_first(found.values())
         return None
 
     @property
@@ -548,10 +546,9 @@ class FSDPState:
 
     def post_backward(self, call: ForwardCall) -> None:
         """Free the parameters, as all gradients of ``call`` are computed."""
-        schedule = self.schedule
         backward_scopes.leave(self)
         # Not in the inner pass of a reentrant checkpoint: the outer pass still needs them.
-        if schedule.end_hold(self) or call.recomputed:
+        if self.schedule.end_hold(self) or call.recomputed:
             self._end_backward()
 
     def reduce_unreduced(self) -> None:

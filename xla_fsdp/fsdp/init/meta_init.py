@@ -117,8 +117,9 @@ class _Allocator:
 
 
 def _empty_like(tensor: Tensor, shape: torch.Size) -> Tensor:
-    same = shape == tensor.shape  # then with its strides
-    new = torch.empty_like(tensor, device="cpu") if same else tensor.new_empty(shape, device="cpu")
+    new = torch.empty_like(tensor, device="cpu")
+    if shape != tensor.shape:
+        new = torch.empty(shape, dtype=tensor.dtype, device="cpu")
     return _param_like(new, tensor) if isinstance(tensor, nn.Parameter) else new
 
 

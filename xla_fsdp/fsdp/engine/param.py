@@ -59,6 +59,14 @@ class ModuleAttr:
         self._module = WeakRef(module)
         self.attribute = attribute
 
+    def __eq__(self, other: object) -> bool:  # units that share a module have one each
+        if not isinstance(other, ModuleAttr) or self.attribute != other.attribute:
+            return False
+        return self._module() is other._module()
+
+    def __hash__(self) -> int:
+        return hash((id(self._module()), self.attribute))
+
     @property
     def module(self) -> nn.Module:
         """The module; an empty one after it was freed, as a backward pass may outlive its model."""
@@ -159,7 +167,7 @@ class ParamSlots:
     def hide(self, owner: ModuleAttr, tensor: Tensor) -> None:
         """Undo the latest ``show`` of these arguments."""
         for index in reversed(range(len(self._shown))):
-            if self._shown[index][0] is owner and self._shown[index][1] is tensor:
+            if self._shown[index][1] is tensor and self._shown[index][0] == owner:
                 del self._shown[index]
                 break
         self.refresh(owner)
@@ -170,7 +178,7 @@ class ParamSlots:
 
     def held_by(self, owner: ModuleAttr) -> Tensor | None:
         """Return the tensor that ``owner`` should hold; None if it should have no attribute."""
-        shown = (tensor for each, tensor in reversed(self._shown) if each is owner)
+        shown = (tensor for each, tensor in reversed(self._shown) if each == owner)
         return next(shown, self.shard if self._registered else None)
 
 
@@ -287,11 +295,8 @@ class FSDPParam:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's shard: the leaf, or a view of a slice of it.
-
-        Raises:
-            RuntimeError: if a run that failed was to compute it.
-        """
+        """This rank's shard: the leaf, or a view of a slice of it. Raises RuntimeError if a run
+        that failed was to compute it."""
         leaf, part = self.leaf, self.slots.part
         if isinstance(leaf, LostTensor):  # callers compute without torch functions of classes
             raise leaf.error("all_gather")

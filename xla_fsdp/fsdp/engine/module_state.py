@@ -196,9 +196,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not is_fsdp_module(module):
         return
     if not callable(getattr(module, method_name, None)):
+        own: Any = module
+        kind = type(own.module) if is_wrapper(module) else own._fsdp_original
         raise ValueError(
-            f"{type(module).__name__} has no method {method_name!r} to register; give the name of "
-            f"a method of the sharded module"
+            f"{kind.__name__} has no method {method_name!r} to register; give the name of a method "
+            f"of the sharded module"
         )
     module._fsdp_register_method(method_name)
 

@@ -244,7 +244,7 @@ def test_options_of_summoning() -> None:
     assert dims == [(1, 2), (2, 1), (2, 1)]
     assert found["both"].startswith("ValueError: writeback=True needs every rank's")
     assert "was called inside summon_full_params" in found["call"]
-    assert "cannot be summoned while a unit is in state SUMMONED" in found["twice"]
+    assert "holds full parameters, not shards (a unit is in state SUMMONED)" in found["twice"]
     assert "cannot be summoned inside a backward pass" in found["backward"]
     assert found["own"] == ["weight", "bias"]
     assert found["states"] == {"SHARDED"}

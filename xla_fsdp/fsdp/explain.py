@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from xla_fsdp.distributed.packing import Bucket
-from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_fsdp_modules
+from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import joined
@@ -45,15 +45,15 @@ def explain(model: nn.Module) -> None:
 
 def lines_of(model: nn.Module) -> list[str]:
     """Return what ``explain`` prints."""
-    first: dict[FSDPState, tuple[str, FSDPModuleLike]] = {}
+    first: dict[FSDPState, str] = {}
     for name, module in named_fsdp_modules(model):
-        first.setdefault(module._fsdp_unit, (name, module))
+        first.setdefault(module._fsdp_unit, name)
     if not first:
         raise ValueError(
             "the model has no FSDP units to explain. Wrap it, call fully_shard, or give "
             "parallelize's model"
         )
-    units = [_Unit(name or "root", module) for name, module in first.values()]
+    units = [_Unit(name or "root", unit) for unit, name in first.items()]
     rows: list[tuple[str, ...]] = [HEADER]
     for (_, cells), alike in groupby(units, lambda each: (each.container, each.cells)):
         names = [each.name for each in alike]
@@ -73,11 +73,7 @@ class _Unit:
     """One line of the table, before equal ones are joined."""
 
     name: str
-    module: Any
-
-    @property
-    def unit(self) -> FSDPState:
-        return self.module._fsdp_unit
+    unit: FSDPState
 
     @property
     def container(self) -> str:
@@ -137,7 +133,7 @@ def shards_sent(unit: FSDPState, param: FSDPParam) -> tuple[int, float]:
     for forward, and for backward if it is resharded between; reduce-scattered, and all-reduced over
     replicas."""
     group, settings = unit.group, unit.settings
-    others, replicas = group.collectives_of(param).num_shards - 1, group.replicas.num_shards
+    others, replicas = param.collectives.num_shards - 1, group.replicas.num_shards
     again = others if settings.gathers_in_backward else 0
     if settings.keeps_larger_shards and group.smaller is not None:
         within = group.smaller.within.num_shards
@@ -171,10 +167,8 @@ def _loops(model: nn.Module) -> Iterator[str]:
         if not holds_blocks(container):
             continue
         blocks: list[Any] = list(container.children())
-        scanned = [
-            isinstance(each._fsdp_module_state.forward_override, BlockScan) for each in blocks
-        ]
         overrides = [each._fsdp_module_state.forward_override for each in blocks]
+        scanned = [isinstance(each, BlockScan) for each in overrides]
         in_loop = [block for block, own in zip(blocks, scanned, strict=True) if own]
         if any(isinstance(each, AutomaticScan) for each in overrides) and (
             why := why_one_by_one(in_loop)

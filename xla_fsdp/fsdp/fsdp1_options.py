@@ -117,39 +117,27 @@ def _mesh_problems(options: TorchOptions, mesh: Mesh | None, config: FSDPConfig)
     name = strategy.name if strategy is not None else ""
     if options.mesh is not None and options.device_mesh not in (None, options.mesh):
         problems.append("mesh and device_mesh are two names of one option, and differ; give one")
-    if mesh is not None and config.sharding_groups is not None:
-        problems.append("both a mesh and sharding_groups say who shares parameters; give one")
     if strategy in ONE_AXIS and mesh is not None and mesh.ndim > 1:
         problems.append(
             f"{name} shards over one axis, and the mesh has {', '.join(mesh.axis_names)}; give "
             f"mesh[{SHARD!r}], or the strategy HYBRID_SHARD"
         )
-    if strategy in HYBRID:
-        problems += _hybrid_problems(name, mesh, config)
-    if strategy is ShardingStrategy.NO_SHARD and config.sharding_groups is not None:
-        problems.append("NO_SHARD shards nothing, and sharding_groups says over whom; give one")
+    if strategy in HYBRID and mesh is not None and mesh.ndim != 2:
+        problems.append(
+            f"{name} wants a mesh of two axes, replicas and shards; this one has "
+            f"{', '.join(mesh.axis_names)}. Make it by init_mesh((2, 4), ('replica', 'shard')), say"
+        )
+    if strategy in HYBRID and mesh is None and _num_slices(ops.runtime().torus_coords()) < 2:
+        problems.append(
+            f"{name} without a mesh makes each TPU slice a replica, and this job is not on several "
+            f"slices; give device_mesh=init_mesh((2, 4), ('replica', 'shard')), say"
+        )
     if strategy in FREES_PARAMETERS and not config.reshard_after_forward:
         problems.append(
             f"{name} frees parameters after forward, and reshard_after_forward=False keeps them; "
             f"for that give SHARD_GRAD_OP or _HYBRID_SHARD_ZERO2"
         )
     return problems
-
-
-def _hybrid_problems(name: str, mesh: Mesh | None, config: FSDPConfig) -> list[str]:
-    if config.sharding_groups is not None:
-        return [f"{name} averages over replicas, which sharding_groups does not tell; give a mesh"]
-    if mesh is not None and mesh.ndim != 2:
-        return [
-            f"{name} wants a mesh of two axes, replicas and shards; this one has "
-            f"{', '.join(mesh.axis_names)}. Make it by init_mesh((2, 4), ('replica', 'shard')), say"
-        ]
-    if mesh is None and _num_slices(ops.runtime().torus_coords()) < 2:
-        return [
-            f"{name} without a mesh makes each TPU slice a replica, and this job is not on several "
-            f"slices; give device_mesh=init_mesh((2, 4), ('replica', 'shard')), say"
-        ]
-    return []
 
 
 def _precision(given: MixedPrecision | None) -> dict[str, Any]:
@@ -176,11 +164,6 @@ def _precision_problems(given: MixedPrecision | None, config: FSDPConfig) -> lis
         )
         if own not in (None, dtype)
     ]
-    if config.fp32_reduce_scatter and given.reduce_dtype not in (None, torch.float32):
-        problems.append(
-            f"mixed_precision says reduce_dtype={given.reduce_dtype}, and fp32_reduce_scatter=True "
-            f"that it is fp32; give one"
-        )
     if given.keep_low_precision_grads:
         problems.append(
             "keep_low_precision_grads=True cannot be met: torch gives a parameter gradients of its "
@@ -207,26 +190,22 @@ def _other_problems(options: TorchOptions, config: FSDPConfig) -> list[str]:
             "device memory. More ranks save device memory, and so do mixed_precision and "
             "checkpoint_module"
         )
-    problems += _group_problems(options.process_group)
+    if isinstance(group := options.process_group, tuple):
+        # torch's hybrid sharding takes (shard group, replica group)
+        problems.append(
+            "process_group is a tuple of groups, of shards and of replicas; give one mesh instead: "
+            "device_mesh=init_mesh((2, 4), ('replica', 'shard')), say"
+        )
+    elif group is not None and group.size() != ops.world_size():
+        problems.append(
+            f"process_group holds {group.size()} of {ops.world_size()} ranks. Replica groups "
+            f"are those of the whole job on XLA: give mesh=init_mesh(...)[axis] instead"
+        )
     if isinstance(options.device_id, torch.device) and options.device_id.type != "xla":
         problems.append(
             f"device_id is {options.device_id}; every rank has one XLA device, and shards go there"
         )
     return problems
-
-
-def _group_problems(group: Any) -> list[str]:
-    if isinstance(group, tuple):  # torch's hybrid sharding takes (shard group, replica group)
-        return [
-            "process_group is a tuple of groups, of shards and of replicas; give one mesh instead: "
-            "device_mesh=init_mesh((2, 4), ('replica', 'shard')), say"
-        ]
-    if group is None or group.size() == ops.world_size():
-        return []
-    return [
-        f"process_group holds {group.size()} of {ops.world_size()} ranks. Replica groups "
-        f"are those of the whole job on XLA: give mesh=init_mesh(...)[axis] instead"
-    ]
 
 
 def _check_types(options: TorchOptions) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.fsdp.engine.deferred import take_memory
-from xla_fsdp.fsdp.engine.state import FSDPState, StateRef
+from xla_fsdp.fsdp.engine.param import WeakRef
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.module_base import ShardedModule
 
 NO_MEANING = (
@@ -54,30 +55,26 @@ class FSDPModule(ShardedModule):
         Raises:
             RuntimeError: under ``torch.compile``.
         """
-        return self._fsdp_run(super().__call__, args, kwargs)  # type: ignore[misc]
+        return self._fsdp_run(super().__call__, args, kwargs)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         # A pass that raised may have left parameters unsharded; callers expect shards.
         self._fsdp_module_state.unit.schedule.cleanup_failed_passes()
-        yield from super().named_modules(memo, prefix, remove_duplicate)  # type: ignore[misc]
+        yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Apply ``fn`` as ``nn.Module`` does; shards on the meta device may get memory by it."""
         self._fsdp_unit.reshard()
-        waiting = [param for param in self._fsdp_unit.group.params if param.waits_for_memory]
+        params = self._fsdp_unit.group.params
+        waiting = [each for each in params if any(held.is_meta for held in each.owned())]
         result = super()._apply(fn, recurse)
         for param in waiting:
             take_memory(param, has_values=False)
         return result
 
     def _fsdp_register_method(self, name: str) -> None:
-        if not callable(getattr(self, name, None)):
-            raise ValueError(
-                f"{self._fsdp_original.__name__} has no method {name!r} to register; give the name "
-                f"of a method of the sharded module"
-            )
         if name in vars(self):
             vars(self)[name] = functools.partial(_run_attribute, self, vars(self)[name])
             return
@@ -255,7 +252,7 @@ def _remade(original: Any, methods: frozenset[str]) -> Any:
     return object.__new__(class_for(original, methods))
 
 
-def _units_of(modules: Iterable[nn.Module]) -> list[StateRef]:
+def _units_of(modules: Iterable[nn.Module]) -> list[WeakRef]:
     found = []
     for module in modules:
         if not isinstance(module, FSDPModule):
@@ -263,7 +260,7 @@ def _units_of(modules: Iterable[nn.Module]) -> list[StateRef]:
                 f"a {type(module).__name__} cannot be prefetched: it is not a module that "
                 f"fully_shard was applied to"
             )
-        found.append(StateRef(module._fsdp_unit))
+        found.append(WeakRef(module._fsdp_unit))
     return found
 
 

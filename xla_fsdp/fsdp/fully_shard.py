@@ -6,7 +6,7 @@ user gives them memory. Policies of ``torch.distributed.fsdp`` work, too: fields
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -110,9 +110,14 @@ def fully_shard(
             number of ranks does not divide into groups, or offloading is asked for.
     """
     roots = _outermost([module] if isinstance(module, nn.Module) else list(module))
+    if not roots:
+        raise ValueError("fully_shard was given no module")
+    for root in roots:
+        check_wrappable(root)
+    if hasattr(offload_policy, "pin_memory"):  # CPUOffloadPolicy, torch's or the one above
+        raise ValueError(NO_OFFLOADING)
     config = _config(mesh, reshard_after_forward, mp_policy)
     ignored = Ignored(params=ignored_params)
-    _check(roots, offload_policy)
     refuse_subclasses(roots, ignored)
     with ops.runtime().keep_host_rng():
         managed = ManagedModules(roots, ignored)
@@ -143,15 +148,6 @@ def _config(mesh: Any, reshard: bool | int | None, policy: Any) -> FSDPConfig:
         shard_param_on_dim_0=True,
         mesh=None if mesh is None else as_fsdp_mesh(mesh),
     )
-
-
-def _check(roots: Sequence[nn.Module], offload_policy: Any) -> None:
-    if not roots:
-        raise ValueError("fully_shard was given no module")
-    for root in roots:
-        check_wrappable(root)
-    if hasattr(offload_policy, "pin_memory"):  # CPUOffloadPolicy, torch's or the one above
-        raise ValueError(NO_OFFLOADING)
 
 
 def _outermost(modules: list[Any]) -> list[Any]:

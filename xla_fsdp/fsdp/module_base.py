@@ -24,7 +24,7 @@ class ShardedModule(FSDPModuleBase):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         with without_swaps():
-            return super()._apply(fn, recurse)  # type: ignore[misc]
+            return super()._apply(fn, recurse)
 
     @contextlib.contextmanager
     def no_sync(self, *, sharded: bool = False) -> Iterator[None]:
@@ -64,7 +64,7 @@ class ShardedModule(FSDPModuleBase):
     def _fsdp_parameters(self) -> list[nn.Parameter]:
         """Return shards and other parameters, also while modules hold unsharded ones."""
         leaves = [leaf for unit in self._fsdp_units() for leaf in unit.group.leaves]
-        held = self._fsdp_module().parameters()
+        held = self.parameters()
         others = [param for param in held if isinstance(param, nn.Parameter)]
         return list({id(param): param for param in (*leaves, *others)}.values())
 
@@ -198,7 +198,7 @@ class ShardedModule(FSDPModuleBase):
 
         For stacked blocks these are slices of the stacks that an optimizer steps.
         """
-        return [(each.key, slice_of(each.param, each.group)) for each in self._fsdp_named_shards()]
+        return [(each.key, slice_of(each.param)) for each in self._fsdp_named_shards()]
 
     def get_shard_metadata(self) -> dict[str, Any]:
         """Return the metadata that is needed to merge this model's shards.
@@ -210,4 +210,4 @@ class ShardedModule(FSDPModuleBase):
             ValueError: if units have different meshes or are sharded along other dims than the
                 first, or if tensor parallelism has cut parameters that no unit shards.
         """
-        return numbered(describe(self._fsdp_module()).to_dict())
+        return numbered(describe(self).to_dict())

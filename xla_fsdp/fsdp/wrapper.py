@@ -18,7 +18,6 @@ from torch import nn
 from xla_fsdp.distributed.collectives import Collectives
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.module_state import (
-    FSDPModuleBase,
     ModuleState,
     attach,
     is_fsdp_module,
@@ -49,119 +48,6 @@ if TYPE_CHECKING:
 
 _INNER = "_fsdp_wrapped_module"
 
-# ``generate`` of transformers models calls the wrapped model itself, not the wrapper, so the
-# wrapper must gather the parameters around it.
-_KNOWN_FORWARD_METHODS = ("generate",)
-
-
-class WrapperModule(FSDPModuleBase, nn.Module):
-    """Run another module as a unit, without adding to its names.
-
-    ``named_modules``, ``named_children``, ``named_parameters``, ``state_dict`` and messages use the
-    names that modules had before they were wrapped, at any depth.
-
-    Args:
-        module: the module to wrap.
-        state: holds the unit of the module's parameters, which becomes the root of the units inside
-            the module.
-    """
-
-    _fsdp_is_wrapper = True
-    _forward_methods = frozenset(_KNOWN_FORWARD_METHODS)
-
-    def __init__(self, module: nn.Module, state: ModuleState) -> None:
-        super().__init__()
-        self._fsdp_wrapped_module = module
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set
-        self._load_errors: list[str] = []  # torch's own list, during load_state_dict
-        # First, as hooks run in the order of registration, and those of ``attach`` expect names
-        # without that of the wrapped module.
-        attach(self, state)
-        # A partial of its own for each wrapper, because torch sets an attribute on this hook.
-        self.register_state_dict_post_hook(partial(_hide_wrapped_module))
-        self.register_load_state_dict_pre_hook(_unhide_wrapped_module)
-        self.register_load_state_dict_post_hook(_hide_in_report)
-        mark_state_dicts(self)
-        # Last, as nn.Module looks for each attribute that is set in them.
-        self._parameters = cast(Any, WrappedRegistry(module, "_parameters"))
-        self._buffers = cast(Any, WrappedRegistry(module, "_buffers"))
-
-    @torch.compiler.disable(recursive=False)  # so that a call from dynamo arrives here
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module's forward with its parameters gathered.
-
-        Raises:
-            RuntimeError: under ``torch.compile``.
-        """
-        return self._fsdp_run(self._fsdp_wrapped_module, args, kwargs)
-
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self._fsdp_wrapped_module
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules as ``nn.Module`` does; wrapper and wrapped module have the same name."""
-        # A pass that raised may have left parameters unsharded; callers expect shards.
-        self._fsdp_module_state.unit.cleanup_failed_passes()
-        memo = set() if memo is None else memo
-        if remove_duplicate and self in memo:
-            return
-        memo.add(self)
-        yield prefix, self
-        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
-
-    def _named_members(self, *args: Any, **kwargs: Any) -> Any:
-        # The wrapped module's own parameters are those of the wrapper, too.
-        given = inspect.signature(super()._named_members).bind(*args, **kwargs)
-        if given.arguments.get("recurse", True):
-            return super()._named_members(*args, **kwargs)
-        return self._fsdp_wrapped_module._named_members(*args, **kwargs)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the wrapped module's children, by their own names."""
-        return self._fsdp_wrapped_module.named_children()
-
-    def children(self) -> Iterator[nn.Module]:
-        """Yield the wrapped module itself, so that ``apply``, ``train`` and ``to`` reach it."""
-        yield self._fsdp_wrapped_module
-
-    def __getattr__(self, name: str) -> Any:
-        """Look up attributes that the wrapper lacks in the wrapped module."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == _INNER:
-                raise
-            found = getattr(self._fsdp_wrapped_module, name)
-            runs_forward = name in self._forward_methods and callable(found)
-            return partial(self._run_method, name) if runs_forward else found
-
-    def __getitem__(self, key: Any) -> Any:
-        """Index the wrapped module (``nn.Sequential``)."""
-        return self._fsdp_wrapped_module[key]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        """Return the length of the wrapped module (``nn.Sequential``)."""
-        return len(self._fsdp_wrapped_module)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return True  # by default ``__len__`` would decide, and most wrapped modules have none
-
-    @torch.compiler.disable(recursive=False)
-    def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._fsdp_run_alone(getattr(self._fsdp_wrapped_module, name), args, kwargs)
-
-    def _fsdp_register_method(self, name: str) -> None:
-        if not callable(getattr(self.module, name, None)):
-            raise ValueError(
-                f"{type(self.module).__name__} has no method {name!r} to register; give the name "
-                f"of a method of the wrapped module"
-            )
-        self._forward_methods = self._forward_methods | {name}
-
 
 def _hide_wrapped_module(
     wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
@@ -172,18 +58,9 @@ def _hide_wrapped_module(
         state[prefix + key.removeprefix(inner)] = state.pop(key)
 
 
-def _unhide_wrapped_module(
-    wrapper: Any,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
+def _unhide_wrapped_module(wrapper: Any, state: dict[str, Any], prefix: str, *load: Any) -> None:
     """Put the wrapped module's name into keys, for nn.Module's own loading."""
-    wrapper._load_errors = errors
+    wrapper._load_errors = load[-1]
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}{_INNER}.{key.removeprefix(prefix)}"] = state.pop(key)
 
@@ -219,7 +96,7 @@ class WrappedRegistry(UserDict[str, Any]):
         return ValuesView({})
 
 
-class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
+class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes):
     """Shard a module's parameters, gradients and optimizer state over the ranks.
 
     Wrap inner modules first (or give ``auto_wrap_policy``), the outermost model last; create the
@@ -288,6 +165,10 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
             mesh is not one of this job's ranks, or blocks cannot be scanned.
     """
 
+    _fsdp_is_wrapper = True
+    # Of transformers models. It calls the wrapped model itself, not the wrapper, so the wrapper
+    # must gather the parameters around it.
+    _forward_methods = frozenset({"generate"})
     _casts_buffers = False  # for good, as torch_xla's own
 
     def __init__(
@@ -383,7 +264,101 @@ class XlaFullyShardedDataParallel(ShardedModule, StateDictTypes, WrapperModule):
                 broadcast_values(managed, communication)
             with sharding(managed, config, communication):
                 [state] = build_unit(managed, config, communication, origins=origins)
-                super().__init__(module, state)
+                self._wrap(module, state)
+
+    def _wrap(self, module: nn.Module, state: ModuleState) -> None:
+        """Run ``module`` as the unit of ``state``, without adding to its names: ``named_modules``,
+        ``state_dict`` and messages use those that modules had before, at any depth."""
+        nn.Module.__init__(self)
+        self._fsdp_wrapped_module = module
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        self._load_errors: list[str] = []  # torch's own list, during load_state_dict
+        # First, as hooks run in the order of registration, and those of ``attach`` expect names
+        # without that of the wrapped module.
+        attach(self, state)
+        # A partial of its own for each wrapper, because torch sets an attribute on this hook.
+        self.register_state_dict_post_hook(partial(_hide_wrapped_module))
+        self.register_load_state_dict_pre_hook(_unhide_wrapped_module)
+        self.register_load_state_dict_post_hook(_hide_in_report)
+        mark_state_dicts(self)
+        # Last, as nn.Module looks for each attribute that is set in them.
+        self._parameters = cast(Any, WrappedRegistry(module, "_parameters"))
+        self._buffers = cast(Any, WrappedRegistry(module, "_buffers"))
+
+    @torch.compiler.disable(recursive=False)  # so that a call from dynamo arrives here
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module's forward with its parameters gathered.
+
+        Raises:
+            RuntimeError: under ``torch.compile``.
+        """
+        return self._fsdp_run(self._fsdp_wrapped_module, args, kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules as ``nn.Module`` does; wrapper and wrapped module have the same name."""
+        # A pass that raised may have left parameters unsharded; callers expect shards.
+        self._fsdp_module_state.unit.schedule.cleanup_failed_passes()
+        memo = set() if memo is None else memo
+        if remove_duplicate and self in memo:
+            return
+        memo.add(self)
+        yield prefix, self
+        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+    def _named_members(
+        self,
+        get_members_fn: Any,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+    ) -> Any:
+        # The wrapped module's own parameters are those of the wrapper, too.
+        own: Any = super() if recurse else self._fsdp_wrapped_module
+        return own._named_members(get_members_fn, prefix, recurse, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the wrapped module's children, by their own names."""
+        return self._fsdp_wrapped_module.named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        """Yield the wrapped module itself, so that ``apply``, ``train`` and ``to`` reach it."""
+        yield self._fsdp_wrapped_module
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up attributes that the wrapper lacks in the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == _INNER:
+                raise
+            found = getattr(self._fsdp_wrapped_module, name)
+            runs_forward = name in self._forward_methods and callable(found)
+            return partial(self._run_method, name) if runs_forward else found
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module (``nn.Sequential``)."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        """Return the length of the wrapped module (``nn.Sequential``)."""
+        return len(self._fsdp_wrapped_module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True  # by default ``__len__`` would decide, and most wrapped modules have none
+
+    @torch.compiler.disable(recursive=False)
+    def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._fsdp_run_alone(getattr(self._fsdp_wrapped_module, name), args, kwargs)
+
+    def _fsdp_register_method(self, name: str) -> None:
+        self._forward_methods = self._forward_methods | {name}
 
     @property
     def xla_device(self) -> torch.device:

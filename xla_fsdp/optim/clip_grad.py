@@ -18,7 +18,6 @@ from torch import Tensor
 from xla_fsdp.distributed.collectives import Collectives, along
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.fsdp.engine.param import (
-    KnownGroup,
     known_group,
     known_shard,
     owners_of_grads,
@@ -98,7 +97,7 @@ def _check_finite(norm: Tensor, norm_type: float) -> None:
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {norm.item()}")
 
 
-def check_gradients(groups: Sequence[KnownGroup | None], function: str) -> None:
+def check_gradients(groups: Sequence[Any], function: str) -> None:
     """Raise RuntimeError if the gradients are gone, stepped in backward, or not reduced yet."""
     found = [group for group in groups if group is not None]
     if any(group.steps_in_backward for group in found):

@@ -357,12 +357,8 @@ def marked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _places_in(optimizer: Optimizer) -> Places:
-    known = [(known_shard(param), known_group(param)) for param in params_of(optimizer)]
-    return places_of(
-        (param, group.collectives_of(param))
-        for param, group in known
-        if param is not None and group is not None
-    )
+    known = [known_shard(each) for each in params_of(optimizer) if known_group(each) is not None]
+    return places_of(each for each in known if each is not None)
 
 
 def fitting(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

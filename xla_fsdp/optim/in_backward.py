@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.param import held_shape
-from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
+from xla_fsdp.fsdp.engine.param_group import CannotSliceError
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import current_pass
 from xla_fsdp.optim.held_params import held_elsewhere
@@ -145,7 +145,7 @@ class StepInBackward:
             if (unit := reference()) is not None:
                 unit.group.stepper = None
 
-    def slice_steps(self, stacks: Sequence[Tensor]) -> SliceSteps | None:
+    def slice_steps(self, stacks: Sequence[Tensor]) -> OptimizerSliceSteps | None:
         """Return the steps of ``stacks`` for a loop over blocks; None if it must not step them."""
         optimizer = self._live_optimizer()
         if not self._in_loops or not can_slice(optimizer, stacks):
@@ -153,9 +153,13 @@ class StepInBackward:
         make_state(optimizer, stacks)  # a loop steps nothing that has none
         return OptimizerSliceSteps(optimizer, stacks, self._note)
 
-    def refuse_losses_of_others(self, inputs: Sequence[Tensor]) -> None:
-        """Raise RuntimeError if ``inputs`` were computed from trained parameters that are neither
-        the model's nor the optimizer's, unless nothing of the model is trained now."""
+    def refuse_losses_of_others(self, root: FSDPState, inputs: Sequence[Tensor]) -> None:
+        """Raise RuntimeError if ``inputs`` of the model with this root were computed from
+        trained parameters that are neither the model's nor the optimizer's, unless nothing of the
+        model is trained now."""
+        is_root = root.settings.is_root and root.settings.is_last_backward
+        if not (is_root and torch.is_grad_enabled()):
+            return
         model, optimizer = self._model(), self._live_optimizer()
         units = [unit for each in self._units if (unit := each()) is not None]
         own = [leaf for unit in units for leaf in unit.group.leaves]

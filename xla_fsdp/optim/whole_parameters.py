@@ -19,11 +19,9 @@ from xla_fsdp.checkpoint.format.records import UNSHARDED
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
-    KnownGroup,
     all_joined,
     held_shape,
     joined,
-    known_group,
     known_shard,
 )
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
@@ -153,18 +151,18 @@ class _WholeParams:
         """Return this rank's part of whole tensors, one for each whole parameter."""
         if self.unit is None:
             return self._own.of_global(values[0], self.placement)
-        each = len(self.unit[0].originals)
+        each = len(self.unit.originals)
         shards = [
-            self._shard(*self.unit, values[at : at + each]) for at in range(0, len(values), each)
+            self._shard(self.unit, values[at : at + each]) for at in range(0, len(values), each)
         ]
         return torch.stack(shards) if self.is_stack else shards[0]
 
-    def _shard(self, param: FSDPParam, group: KnownGroup, values: Sequence[Tensor]) -> Tensor:
+    def _shard(self, param: FSDPParam, values: Sequence[Tensor]) -> Tensor:
         pairs = zip(values, param.originals, strict=True)
         local = [self._own.of_global(value, original.placement) for value, original in pairs]
         packing = param.packing
         shards = packing.pack(local).reshape(packing.layout.num_shards, *packing.sent_shape)
-        return param.as_shard(self._own.of_shards(shards, group.collectives_of(param)))
+        return param.as_shard(self._own.of_shards(shards, param.collectives))
 
     def fill(self, *, values: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Give the parameters these values and gradients."""
@@ -251,18 +249,18 @@ def _is_like(value: Any, param: Tensor) -> bool:
     return value.shape == held_shape(param)
 
 
-def _known(leaf: nn.Parameter) -> tuple[FSDPParam, KnownGroup] | None:
-    """Return the parameter whose leaf this is, and its group; None for a leaf that no unit has, or
+def _known(leaf: nn.Parameter) -> FSDPParam | None:
+    """Return the parameter whose leaf this is; None for a leaf that no unit has, or
     that a unit has replaced, which the guard of optimizers refuses."""
-    param, group = known_shard(leaf), known_group(leaf)
-    if param is None or group is None or param.leaf is not leaf:
+    param = known_shard(leaf)
+    if param is None or param.group() is None or param.leaf is not leaf:
         return None
     if leaf.is_meta:
         raise ValueError(
             f"{param.key} is on the meta device; give the model memory (to_empty) and values "
             f"before making the optimizer"
         )
-    return param, group
+    return param
 
 
 def _all_gather(requests: Sequence[tuple[_WholeParams, Tensor]]) -> list[list[Tensor]]:
@@ -270,12 +268,12 @@ def _all_gather(requests: Sequence[tuple[_WholeParams, Tensor]]) -> list[list[Te
     parameters or a stack. Those of one unit share collectives."""
     found: list[list[Tensor]] = [[] for _ in requests]
     slices: dict[int, list[tuple[int, FSDPParam, Tensor]]] = defaultdict(list)
-    groups: dict[int, KnownGroup] = {}
+    groups: dict[int, Any] = {}
     for at, (leaf, tensor) in enumerate(requests):
         if leaf.unit is None:
             found[at] = [joined(tensor, leaf.placement)]
             continue
-        param, group = leaf.unit
+        param, group = leaf.unit, leaf.unit.group()
         groups[id(group)] = group
         slices[id(group)] += [(at, param, shard) for shard in leaf.slices(tensor)]
     for key, group in groups.items():

@@ -378,6 +378,7 @@ class ParamSlices:
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
         self._sharded: dict[nn.Parameter, FSDPParam] = {}
+        self._groups: dict[tuple[FSDPParam, ...], FSDPParamGroup] = {}
         self._own = OwnParts()
 
     def of(self, param: nn.Parameter) -> nn.Parameter:
@@ -433,8 +434,10 @@ class ParamSlices:
             free(each.leaf)
 
     def group_of(self, params: Sequence[nn.Parameter]) -> FSDPParamGroup:
-        sharded = [self._sharded[param] for param in params]
-        return FSDPParamGroup(sharded, self.collectives, FSDPConfig())
+        sharded = tuple(self._sharded[param] for param in params)
+        if sharded not in self._groups:  # kept, as its parameters reference it weakly
+            self._groups[sharded] = FSDPParamGroup(sharded, self.collectives, FSDPConfig())
+        return self._groups[sharded]
 
     def _make(self, param: nn.Parameter, key: str) -> FSDPParam:
         layout = slice_layout(param.shape, self.collectives.num_shards)
@@ -508,7 +511,7 @@ def _unsliced_state(inner: Optimizer, slices: ParamSlices, to: int) -> dict[str,
 
 def _shard_names(slices: ParamSlices) -> ShardNames:
     group = slices.group_of(slices.params)
-    shards = {param.key: NamedShard((("",),), param, group) for param in group.params}
+    shards = {param.key: NamedShard((("",),), param) for param in group.params}
     return ShardNames(shards, {key: [key] for key in shards}, {})
 
 

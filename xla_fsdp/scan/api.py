@@ -135,7 +135,6 @@ def _warn_about_ignored(units: Sequence[FSDPState]) -> None:
 def _stack(units: Sequence[FSDPState]) -> None:
     for unit in units:
         unit.reshard()
-    group = units[0].group
     for params in zip(*(unit.group.params for unit in units), strict=True):
-        stack_params(params, group)
+        stack_params(params)
     guards.install()  # report optimizers that were made before, with the unstacked parameters

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from xla_fsdp.distributed.context_parallel import current_context, in_context
 from xla_fsdp.distributed.higher_order import differentiable_once
-from xla_fsdp.fsdp.engine.autograd import mark_constants, present
-from xla_fsdp.fsdp.engine.state import FSDPState, refuse_changed
+from xla_fsdp.fsdp.engine.autograd import mark_constants, present, refuse_changed
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.scan.fused_optimizer import loop_steps
 from xla_fsdp.scan.program import (
     BackwardProgram,

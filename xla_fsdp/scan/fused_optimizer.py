@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from xla_fsdp.fsdp.engine.autograd import present
-from xla_fsdp.fsdp.engine.param_group import CannotSliceError, SliceSteps
+from xla_fsdp.fsdp.engine.param_group import CannotSliceError
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.scan.program import BackwardProgram
@@ -28,7 +29,7 @@ class LoopSteps:
     """Optimizer steps for a loop to make."""
 
     update: StackUpdate  # of the stacks of parameters and optimizer state
-    steps: SliceSteps  # receives the updated stacks
+    steps: Any  # ``OptimizerSliceSteps``; receives the updated stacks
 
     def take_from(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Hand the updated stacks to the optimizer; return the loop's other results."""
@@ -65,7 +66,7 @@ def _gets_gradient(leaf: Tensor) -> bool:
 
 
 def _trace(
-    steps: SliceSteps,
+    steps: Any,
     shards: BlockShards,
     weights: BlockWeights,
     program: BackwardProgram,

@@ -43,7 +43,7 @@ CONFIGS = {
 }
 
 
-class StateDictTypes(FSDPModuleBase, nn.Module):
+class StateDictTypes(FSDPModuleBase):
     """Mixin of wrappers: return and load state dicts of the type that the user chose."""
 
     _chosen: StateDictSettings | None = None

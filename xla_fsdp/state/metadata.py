@@ -17,7 +17,7 @@ from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.mesh import Mesh
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.distributed.topology import Groups
-from xla_fsdp.fsdp.engine.module_state import FSDPModuleLike, named_fsdp_modules, named_shards
+from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase, named_fsdp_modules, named_shards
 from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.state.model import cut_outside_units, refuse_cut_outside
 from xla_fsdp.xla import ops
@@ -53,7 +53,7 @@ def describe(model: nn.Module) -> ShardMetadata:
 
 def _communication(model: nn.Module) -> Communication:
     """Return the communication of the outermost unit, which must be like that of all others."""
-    own = cast(FSDPModuleLike, model)._fsdp_module_state.communication
+    own = cast(FSDPModuleBase, model)._fsdp_module_state.communication
     others = [
         f"{name} ({_sharing(each)})"
         for name, module in named_fsdp_modules(model)

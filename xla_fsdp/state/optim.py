@@ -53,7 +53,7 @@ def params_by_key(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter once, by key; a stacked one as its slice. The first of several names
     for one shard is its key, as in ``get_shard_metadata()``."""
     reshard_units(model)
-    sharded = [(each.key, slice_of(each.param, each.group)) for each in distinct_shards(model)]
+    sharded = [(each.key, slice_of(each.param)) for each in distinct_shards(model)]
     keys: dict[int, tuple[str, Tensor]] = {}
     for name, param in (*sharded, *model.named_parameters()):
         if not is_stack(param):  # its slices are in ``sharded``

@@ -26,7 +26,7 @@ from xla_fsdp.checkpoint.format.records import (
     StateKind,
 )
 from xla_fsdp.fsdp.engine.module_state import named_shards
-from xla_fsdp.fsdp.engine.param import all_joined, own_parts
+from xla_fsdp.fsdp.engine.param import all_joined
 from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.optim.optimizers import needs_closure, params_of, takes_found_inf
 from xla_fsdp.state.model import cut_outside_units, refuse_cut_outside
@@ -383,7 +383,7 @@ class _Reader:
         self.problems += bad
         if bad:
             return own.value
-        own_slice = shard.param.slice_of(own_parts(values, originals), shard.rank)
+        own_slice = shard.param.cut(values)
         return _in_dtype_of(own.value, own_slice)
 
 

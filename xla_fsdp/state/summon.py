@@ -138,7 +138,7 @@ def _write_back(
     forward before the block has computed with, and its backward would raise."""
     rest = iter(unsharded)
     for param in unit.group.params:
-        rank = unit.group.collectives_of(param).rank
+        rank = param.collectives.rank
         originals = list(islice(rest, len(param.originals)))
         _refuse_replaced(param, originals)
         new = param.slice_of(originals, rank)

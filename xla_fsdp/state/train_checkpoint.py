@@ -94,7 +94,7 @@ class TrainState:
 
     @property
     def _module(self) -> nn.Module:
-        return self.model._fsdp_module()
+        return self.model
 
     @property
     def kind_of_optimizer(self) -> str | None:

@@ -24,8 +24,8 @@ def test_defaults_are_valid_and_frozen() -> None:
         ({"compute_dtype": torch.int32}, TypeError, "compute_dtype must be one of"),
         ({"buffer_dtype": "bf16"}, TypeError, "buffer_dtype must be one of .* got 'bf16'"),
         ({"reduce_scatter_bucket_size_mb": -1}, ValueError, "is -1; give 0 for one"),
-        ({"sharding_rank": 0}, ValueError, "only have a meaning together with"),
-        ({"sharding_groups": [[0, 1]]}, ValueError, "needs sharding_rank and"),
+        ({"sharding_rank": 0}, ValueError, "only have a meaning together"),
+        ({"sharding_groups": [[0, 1]]}, ValueError, "pass all of them, or none"),
         (
             {"sharding_groups": [[0, 1], [2]], "sharding_rank": 0, "sharding_world_size": 2},
             ValueError,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from test.common.ranks import run_on_ranks
-from xla_fsdp.fsdp.engine.thread import VARIABLE, joined, label_of
+from xla_fsdp.fsdp.engine.thread import joined, label_of
 
 
 def trained(rank: int) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def looped() -> dict[str, Any]:
 
 @functools.cache
 def results(*, named: bool) -> dict[str, Any]:
-    return run_on_ranks(trained, 2, env={VARIABLE: "1" if named else "0"})[0]
+    return run_on_ranks(trained, 2, env={"XLA_FSDP_UNIT_NAMES": "1" if named else "0"})[0]
 
 
 def labels_in(text: str, opcode: str) -> Counter[str]:

@@ -343,11 +343,11 @@ def prefetch_unused(rank: int) -> dict[str, Any]:
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
     model.blocks[0](hidden())
     unit = model.blocks[1]._fsdp_unit
-    waiting = unit.group.has_prefetched
+    waiting = unit.group._prefetched is not None
     model(rows())
     return {
         "waiting": waiting,
-        "after": unit.group.has_prefetched,
+        "after": unit.group._prefetched is not None,
         "refused": message(lambda: model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])),
     }
 

@@ -16,87 +16,77 @@ the graph, in which autograd connects what ``SavedParams`` unpacks to the first 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.higher_order import Linear, linear
-from xla_fsdp.fsdp.engine.inputs import changed_since, num_changes, version_of
+from xla_fsdp.fsdp.engine.inputs import changed_since, changes_of, num_changes, version_of
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard
 from xla_fsdp.fsdp.engine.schedule import Dummies
+from xla_fsdp.fsdp.engine.thread import current_pass
 from xla_fsdp.fsdp.engine.unit_collectives import ReducedBuckets
 from xla_fsdp.xla import ops
 
 
-class BackwardSteps(Protocol):
-    """The methods of ``FSDPState`` that the nodes call in backward."""
-
-    group: FSDPParamGroup
-
-    def pre_backward(
-        self, call: ForwardCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
-    ) -> list[Tensor | None]: ...
-    def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None: ...
-    def refuse_unreduced(self) -> None: ...
-    def reduce_grads(
-        self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
-    ) -> list[Tensor | None]: ...
-    def post_backward_inputs(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]: ...
-    def post_backward(self, call: ForwardCall) -> None: ...
-
-
 class ForwardCall:
-    """State shared by the autograd nodes of one forward call.
+    """One forward of all modules of a unit: state shared by its autograd nodes.
 
     Args:
-        unit: runs the unit's part of backward.
+        unit: the ``FSDPState``, which runs the unit's part of backward.
         recomputed: whether the call recomputes a forward inside a backward pass.
-        reshards: whether the parameters are freed between forward and backward.
 
     Attributes:
+        reshards: whether the parameters are freed between forward and backward.
         versions: version of each shard at the time of the call.
+        saved: the ``SavedParams`` of the forward, until the parameters are freed.
+        for_backward: tensors to save for backward: larger shards, unsharded parameters, or none.
+        running: numbers of the modules whose forward runs.
+        done: numbers of the modules whose forward has returned.
     """
 
-    def __init__(self, unit: BackwardSteps, *, recomputed: bool, reshards: bool) -> None:
+    def __init__(self, unit: Any, *, recomputed: bool = False) -> None:
         self.unit = unit
         self.recomputed = recomputed
-        self.reshards = reshards
-        self.versions = unit.group.versions
+        self.reshards: bool = unit.settings.reshards_after_forward
+        self.versions: list[int] = unit.group.versions
+        self.saved: Any = None
+        self.for_backward: Sequence[Tensor] = ()
+        self.running: set[int] = set()
+        self.done: set[int] = set()
         # By number of the backward pass: one that raised leaves what it has reduced, which the next
         # must not add; inside of one a reentrant checkpoint runs another.
-        self._reduced_early: dict[int, ReducedBuckets] = {}
-        self._num_nodes = 0
-        self._waiting: set[int] = set()  # nodes that this backward pass has not run yet
+        self.reduced_early: dict[int, ReducedBuckets] = {}
+        self.num_nodes = 0  # that take part in backward
+        self._waiting = 0  # of them, those that this backward pass has not run yet
         self._restarted_in = -1
-
-    def add_node(self) -> int:
-        """Register a node that takes part in backward; return its number."""
-        self._num_nodes += 1
-        return self._num_nodes
 
     def add_reduced_early(self, reduced: ReducedBuckets) -> None:
         """Keep gradients that were reduced before this pass runs the ``Unshard`` node."""
-        number = torch._C._current_graph_task_id()
-        if so_far := self._reduced_early.get(number):
+        if so_far := self.reduced_early.get(current_pass()):
             reduced = self.unit.group.reduction.add(so_far, reduced)
-        self._reduced_early[number] = reduced
+        self.reduced_early[current_pass()] = reduced
 
-    def take_reduced_early(self) -> ReducedBuckets:
-        """Return the gradients that this backward pass has reduced, and keep them no longer."""
-        return self._reduced_early.pop(torch._C._current_graph_task_id(), {})
-
-    def node_done(self, node: int) -> None:
-        """Record that ``node`` has run backward; after the last one, free the parameters."""
-        number = torch._C._current_graph_task_id()
-        if number != self._restarted_in:  # with ``retain_graph`` several passes run through a graph
-            self._restarted_in = number
-            self._waiting = set(range(1, self._num_nodes + 1))
-        self._waiting.discard(node)
+    def node_done(self) -> None:
+        """Record that a node has run backward; after the last one, free the parameters."""
+        if current_pass() != self._restarted_in:  # with ``retain_graph`` there are several
+            self._restarted_in = current_pass()
+            self._waiting = self.num_nodes
+        self._waiting -= 1
         if not self._waiting:
             self.unit.post_backward(self)
+
+
+def refuse_changed(seen: Sequence[int], now: Sequence[int]) -> None:
+    """Raise RuntimeError if shards have other versions ``now`` than in the forward (``seen``)."""
+    if list(seen) != list(now):
+        raise RuntimeError(
+            "parameters of an FSDP unit were changed between its forward and its backward (by "
+            "optimizer.step() or load_state_dict, say). Backward gathers them again and would "
+            "mix new parameters with old activations. Change them after backward."
+        )
 
 
 class PostBackward(torch.autograd.Function):
@@ -111,14 +101,13 @@ class PostBackward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.call = call
         mark_constants(ctx, ready, ctx.needs_input_grad[2:])
-        if any(ctx.needs_input_grad):
-            ctx.number = call.add_node()
+        call.num_nodes += any(ctx.needs_input_grad)
         return tuple(ready)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         result = _mapped(ctx.call.unit.post_backward_inputs, grads)
-        ctx.call.node_done(ctx.number)
+        ctx.call.node_done()
         return (None, None, *result)
 
 
@@ -139,8 +128,7 @@ class Unshard(torch.autograd.Function):
             for _ in param.originals
         ]
         mark_constants(ctx, unsharded, needs)
-        if any(needs):
-            ctx.number = call.add_node()
+        call.num_nodes += any(needs)
         return tuple(unsharded)
 
     @staticmethod
@@ -148,11 +136,11 @@ class Unshard(torch.autograd.Function):
         call, unit = ctx.call, ctx.call.unit
         if torch.is_grad_enabled():
             unit.refuse_unreduced()
-        reduce = partial(unit.reduce_grads, early=call.take_reduced_early())
+        reduce = partial(unit.reduce_grads, early=call.reduced_early.pop(current_pass(), {}))
         # The shards of a gradient are parts of one mean over the ranks, so gradients with respect
         # to them are gathered as the shards themselves are, without another division.
         result = _mapped(reduce, grads, unit.group.mean, unit.group.unsharded_grads)
-        call.node_done(ctx.number)
+        call.node_done()
         return (None, None, *result)
 
 
@@ -202,14 +190,9 @@ def reduce_early(call: ForwardCall, number: int, unsharded: Tensor) -> Tensor:
 def gather_again(
     call: ForwardCall, saved: list[Tensor], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gather the parameters of a unit before backward goes on with gradients of its outputs.
-
-    Args:
-        call: the forward call.
-        saved: for backward: unsharded parameters, larger shards, or none. Emptied unless the graph
-            is kept, as it would live as long as the user holds the loss.
-        grads: of outputs.
-    """
+    """Gather the parameters of a unit before backward goes on with gradients of its outputs. What
+    was ``saved`` is emptied unless the graph is kept, as it would live as long as the user holds
+    the loss."""
     held = list(saved)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         saved.clear()
@@ -236,10 +219,6 @@ def before_backward(step: GradStep, outputs: Sequence[Tensor]) -> None:
     Outputs stay the tensors that the forward has made, as some may be computed from others, or
     share memory: what reads the gradient of one (a hook, ``retain_grad``) sees what comes through
     the others, and what the module keeps of one sees the changes that a caller makes in place.
-
-    Args:
-        step: takes and returns the gradients of what the node has made.
-        outputs: of the forward.
     """
     once = _OncePerPass(step)
     for output in outputs:
@@ -286,10 +265,9 @@ class _OncePerPass:
 
     def run(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients that the node takes."""
-        number = torch._C._current_graph_task_id()
-        if number == self._begun_in:
+        if current_pass() == self._begun_in:
             return grads
-        self._begun_in = number
+        self._begun_in = current_pass()
         return self._step(grads)
 
 
@@ -307,51 +285,12 @@ def _run_steps(
 # ---------------------------------------------------------------- saved tensors
 
 
-@dataclass(frozen=True)
-class _ParamReference:
-    index: int
-    view: Tensor | None  # a released view; only its recipe of view ops is used
-
-
-@dataclass(frozen=True)
-class _PackedOutside:
-    value: Any
-    unpack: Callable[[Any], Tensor]
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor that backward needs. Autograd looks for changes in place only where no hooks are on
-    what it saves."""
-
-    tensor: Tensor
-    changes: Callable[[Tensor], int]
-    num_changes: int  # when it was saved
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> SavedTensor:
-        """Save ``tensor``, without its graph."""
-        if tensor.is_leaf:
-            # Not changes of its memory: kernels that set running statistics are none for autograd.
-            return cls(tensor, version_of, version_of(tensor))
-        # An output that a node saves would keep this node alive, and all before it, until backward.
-        # Autograd connects what is unpacked to the graph again.
-        return cls(tensor.data, changes_of, changes_of(tensor))
-
-    def unchanged(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: if it was changed in place since.
-        """
-        if self.changes(self.tensor) != self.num_changes:
-            raise changed_in_place(self.tensor)
-        return self.tensor
-
-
-def changes_of(tensor: Tensor) -> int:
-    """Return how often the memory of ``tensor`` was changed in place."""
-    return num_changes([tensor])[0]
+def _unchanged(tensor: Tensor, changes: Callable[[Tensor], int], num_changes: int) -> Tensor:
+    """Return a tensor that was saved, unless it was changed in place since. Autograd looks for that
+    only where no hooks are on what it saves."""
+    if changes(tensor) != num_changes:
+        raise changed_in_place(tensor)
+    return tensor
 
 
 def changed_in_place(tensor: Tensor) -> RuntimeError:
@@ -366,9 +305,9 @@ def changed_in_place(tensor: Tensor) -> RuntimeError:
 class SavedParams:
     """Saved-tensor hooks of one forward, so that autograd saves no unsharded parameter.
 
-    Autograd saves the index of a parameter in its place, also for a view such as the transpose that
-    ``F.linear`` saves; in backward, the index is resolved among the parameters gathered again.
-    Every other tensor goes through the hooks that were active outside (a checkpoint's, say).
+    Autograd saves a function that returns what it needs: of a parameter, and of a view such as the
+    transpose that ``F.linear`` saves, by its index among the parameters gathered again. Every other
+    tensor goes through the hooks that were active outside (a checkpoint's, say).
 
     Args:
         unsharded: the parameters that this forward computes with.
@@ -399,7 +338,7 @@ class SavedParams:
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context manager to run the forward in."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed())
 
     def no_other_saved_tensor_hooks(self, *, active: bool) -> bool:
         """Whether autograd saves tensors by these hooks alone now, or by none if they are not
@@ -419,18 +358,11 @@ class SavedParams:
     def reshard(
         self, group: FSDPParamGroup, versions: Sequence[int], dummies: Dummies | None
     ) -> None:
-        """Turn the parameters of this forward, and their saved views, into ``ReshardedParam``s, and
-        drop this object's own references, as the hooks outlive the forward.
-
-        Args:
-            group: whose modules let go of them.
-            versions: of the shards that they were gathered from.
-            dummies: the data that these tensors get, so that their own is freed; None leaves it.
-        """
-        reshard = Reshard(group, versions, freed=dummies is not None)
-        reshard.take_all(self._unsharded)
-        for index, tensor in self._views:
-            reshard.take(tensor, index, is_view=True)
+        """Turn the parameters of this forward, which the modules of ``group`` let go, and their
+        saved views into ``ReshardedParam``s; drop this object's own references, as the hooks
+        outlive the forward. Tensors get ``dummies`` as data, if there are, so that their own is
+        freed."""
+        Reshard(group, versions, freed=dummies is not None).take(self._unsharded, self._views)
         if dummies is not None:
             for tensor in (*self._unsharded, *(view for _, view in self._views)):
                 ops.free_keeping_aliases(tensor, dummies.like(tensor))
@@ -438,30 +370,32 @@ class SavedParams:
         self._views.clear()
         self._index.clear()
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         index = self._index.get(id(tensor))
         if index is not None:
-            return _ParamReference(index, None)
+            return partial(self._param, index)
         index = self._index.get(id(tensor._base)) if tensor._base is not None else None
         if index is not None and tensor._version == self._versions[index]:
             self._views.append((index, tensor))
-            return _ParamReference(index, tensor)
+            return partial(self._param, index, tensor)
         if self._outside is not None:
             pack, unpack = self._outside
-            return _PackedOutside(pack(tensor), unpack)
-        return SavedTensor.of(tensor)
+            return partial(unpack, pack(tensor))
+        if tensor.is_leaf:
+            # Not changes of its memory: kernels that set running statistics are none for autograd.
+            return partial(_unchanged, tensor, version_of, version_of(tensor))
+        # An output that a node saves would keep this node alive, and all before it, until backward.
+        # Autograd connects what is unpacked to the graph again.
+        return partial(_unchanged, tensor.data, changes_of, changes_of(tensor))
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _PackedOutside):
-            return packed.unpack(packed.value)
-        if isinstance(packed, SavedTensor):
-            return packed.unchanged()
-        unsharded = self._regathered()[packed.index]
-        if packed.view is None:
+    def _param(self, index: int, view: Tensor | None = None) -> Tensor:
+        """Return a parameter, or a view made by the view ops of ``view``, which was released."""
+        unsharded = self._regathered()[index]
+        if view is None:
             return unsharded
         # The strides of an XLA tensor do not describe its views; the recorded view ops do.
         with torch.no_grad():
-            return packed.view._view_func_unsafe(unsharded)
+            return view._view_func_unsafe(unsharded)
 
 
 # ---------------------------------------------------------------- shared by all nodes

@@ -1,10 +1,11 @@
-"""The options of one unit, as one frozen dataclass that checks them."""
+"""The options of one unit: as one frozen dataclass that checks them, and those that may change."""
 
 from __future__ import annotations
 
 import functools
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -65,13 +66,70 @@ class FSDPConfig(UpstreamOptions):
     cast_root_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
-        _check_reshard(self.reshard_after_forward)
         for name in ("compute_dtype", "buffer_dtype", "reduce_dtype", "output_dtype"):
-            _check_dtype(name, getattr(self, name))
-        _check_reduction(self.reduce_dtype, fp32=self.fp32_reduce_scatter)
-        _check_bucket(self.reduce_scatter_bucket_size_mb)
-        _check_groups(self.sharding_groups, self.sharding_rank, self.sharding_world_size)
-        _check_mesh(self.mesh, self.sharding_groups)
+            if (dtype := getattr(self, name)) not in (None, *FLOAT_DTYPES):
+                raise TypeError(f"{name} must be one of {FLOAT_DTYPES} or None, got {dtype!r}")
+        if problems := [*self._problems(), *self._problems_of_groups(), *self._problems_of_mesh()]:
+            raise ValueError("\n".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        reshard, megabytes = self.reshard_after_forward, self.reduce_scatter_bucket_size_mb
+        if not isinstance(reshard, int) or (not isinstance(reshard, bool) and reshard < 1):
+            yield (
+                f"reshard_after_forward is {reshard!r}; give True, False, or the number of ranks "
+                f"in each of the groups that keep the parameters between forward and backward"
+            )
+        if self.fp32_reduce_scatter and self.reduce_dtype not in (None, torch.float32):
+            yield (
+                f"fp32_reduce_scatter=True and reduce_dtype={self.reduce_dtype} contradict each "
+                f"other; give one"
+            )
+        if megabytes is not None and megabytes < 0:
+            yield (
+                f"reduce_scatter_bucket_size_mb is {megabytes}; give 0 for one reduce-scatter per "
+                f"parameter, a positive size in MB, or None for one per unit and dtype"
+            )
+
+    def _problems_of_groups(self) -> Iterator[str]:
+        groups, rank, size = self.sharding_groups, self.sharding_rank, self.sharding_world_size
+        if groups is None or rank is None or size is None:
+            if (groups, rank, size) != (None, None, None):
+                yield (
+                    "sharding_groups, sharding_rank and sharding_world_size (the caller's position "
+                    "in its group, and the group's size) only have a meaning together; pass all "
+                    "of them, or none"
+                )
+            return
+        if any(len(group) != size for group in groups):
+            yield (
+                f"every group of sharding_groups must have sharding_world_size={size} ranks, got "
+                f"{groups}"
+            )
+        ranks = [each for group in groups for each in group]
+        if len(set(ranks)) != len(ranks):
+            yield f"a rank appears twice in sharding_groups {groups}"
+        if not 0 <= rank < size:
+            yield f"sharding_rank {rank} is not in range(sharding_world_size={size})"
+
+    def _problems_of_mesh(self) -> Iterator[str]:
+        if self.mesh is None:
+            return
+        names = self.mesh.axis_names
+        if self.sharding_groups is not None:
+            yield (
+                "both a mesh (or a strategy that makes one) and sharding_groups say who shares "
+                "parameters; give one"
+            )
+        if len(names) > 2:
+            yield (
+                f"the mesh has axes {', '.join(names)}; give the one to shard over, or two, "
+                f"replicas first: mesh['shard'], mesh['replica', 'shard']"
+            )
+        elif len(names) == 2 and (names[0] == SHARD or names[1] == REPLICA):
+            yield (
+                f"the mesh has axes {', '.join(names)}; the first one is for replicas, the second "
+                f"for shards"
+            )
 
     def as_keywords(self) -> dict[str, Any]:
         """Return the upstream options as keywords of a wrapper's constructor."""
@@ -96,6 +154,38 @@ class FSDPConfig(UpstreamOptions):
         return torch.float32 if self.fp32_reduce_scatter else self.reduce_dtype
 
 
+@dataclass
+class FSDPSettings:
+    """Options that may change between steps; ``FSDPConfig`` has the initial ones."""
+
+    reshard_after_forward: bool  # free unsharded parameters between forward and backward
+    keeps_larger: bool  # between them, hold shards over smaller groups of ranks
+    keeps_on_root: bool  # do not reshard after forward if the unit is a root
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True  # gather the parameters before backward
+    sync_gradients: bool = True  # reduce gradients in backward
+    is_last_backward: bool = True  # False if more backward passes follow before the optimizer step
+    # ``WeakRef``s to units to gather together with this one.
+    forward_prefetch: Sequence[Any] = ()
+    backward_prefetch: Sequence[Any] = ()
+    is_root: bool = True  # whether the unit is inside no other unit
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether unsharded parameters are freed between forward and backward."""
+        return self.reshard_after_forward and not (self.is_root and self.keeps_on_root)
+
+    @property
+    def keeps_larger_shards(self) -> bool:
+        """Whether backward gathers from larger shards."""
+        return self.keeps_larger and self.reshards_after_forward
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether backward gathers from the shards."""
+        return self.reshards_after_forward and not self.keeps_larger
+
+
 @functools.cache
 def _warn_once(text: str) -> None:
     # Python itself forgets what it has shown wherever filters change, as in torch's own functions.
@@ -108,73 +198,3 @@ def warn_caller(text: str) -> None:
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("xla_fsdp."):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
-
-
-def _check_reshard(reshard: object) -> None:
-    if not isinstance(reshard, int) or (not isinstance(reshard, bool) and reshard < 1):
-        raise ValueError(
-            f"reshard_after_forward is {reshard!r}; give True, False, or the number of ranks in "
-            f"each of the groups that keep the parameters between forward and backward"
-        )
-
-
-def _check_dtype(name: str, dtype: object) -> None:
-    if dtype is not None and dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be one of {FLOAT_DTYPES} or None, got {dtype!r}")
-
-
-def _check_reduction(dtype: torch.dtype | None, *, fp32: bool) -> None:
-    if fp32 and dtype not in (None, torch.float32):
-        raise ValueError(
-            f"fp32_reduce_scatter=True and reduce_dtype={dtype} contradict each other; give one"
-        )
-
-
-def _check_bucket(size_mb: float | None) -> None:
-    if size_mb is not None and size_mb < 0:
-        raise ValueError(
-            f"reduce_scatter_bucket_size_mb is {size_mb}; give 0 for one reduce-scatter per "
-            f"parameter, a positive size in MB, or None for one per unit and dtype"
-        )
-
-
-def _check_groups(groups: list[list[int]] | None, rank: int | None, world_size: int | None) -> None:
-    if groups is None:
-        if rank is not None or world_size is not None:
-            raise ValueError(
-                "sharding_rank and sharding_world_size only have a meaning together with "
-                "sharding_groups; pass sharding_groups too, or neither"
-            )
-        return
-    if rank is None or world_size is None:
-        raise ValueError(
-            "sharding_groups needs sharding_rank and sharding_world_size: the caller's position "
-            "in its group and the group's size"
-        )
-    if any(len(group) != world_size for group in groups):
-        raise ValueError(
-            f"every group of sharding_groups must have sharding_world_size={world_size} ranks, "
-            f"got {groups}"
-        )
-    ranks = [each for group in groups for each in group]
-    if len(set(ranks)) != len(ranks):
-        raise ValueError(f"a rank appears twice in sharding_groups {groups}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"sharding_rank {rank} is not in range(sharding_world_size={world_size})")
-
-
-def _check_mesh(mesh: Mesh | None, groups: list[list[int]] | None) -> None:
-    if mesh is None:
-        return
-    if groups is not None:
-        raise ValueError("both a mesh and sharding_groups say who shares parameters; give one")
-    if mesh.ndim > 2:
-        raise ValueError(
-            f"the mesh has axes {', '.join(mesh.axis_names)}; give the one to shard over, or two, "
-            f"replicas first: mesh['shard'], mesh['replica', 'shard']"
-        )
-    if mesh.ndim == 2 and (mesh.axis_names[0] == SHARD or mesh.axis_names[1] == REPLICA):
-        raise ValueError(
-            f"the mesh has axes {', '.join(mesh.axis_names)}; the first one is for replicas, the "
-            f"second for shards"
-        )

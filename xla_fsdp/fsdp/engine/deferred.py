@@ -7,19 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from xla_fsdp.fsdp.engine.param import (
     FSDPParam,
     held_shape,
-    known_group,
     known_shard,
-    own_parts,
     remember,
-    remember_group,
 )
-from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like, param_and_group
+from xla_fsdp.fsdp.engine.param_guards import Reads, name_of, read_by
+from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like, param_of
 from xla_fsdp.xla import ops
 
 
@@ -68,21 +66,13 @@ class _Opened(threading.local):
 
 
 _opened = _Opened()
-_METHODS_OF_THE_SHARD = {"requires_grad_", "register_hook", "__repr__"}
-_ATTRIBUTES_OF_THE_SHARD = {
-    "requires_grad",
-    "grad",
-    "is_meta",
-    "device",
-    "dtype",
-    "is_leaf",
-    "retains_grad",
-}
 
 
 def _call_unsharded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        if _concerns_the_shard(func):
+        name, writes = name_of(func), getattr(func, "__name__", "") == "__set__"
+        of_object = read_by(func, args, UninitializedShard) is Reads.OBJECT
+        if name == "__repr__" or (of_object and not (name == "data" and writes)):
             return func(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         shards = {id(each): each for each in leaves if isinstance(each, UninitializedShard)}
@@ -95,13 +85,6 @@ def _call_unsharded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     return pytree.tree_map(lambda each: back.get(id(each), each), result)
 
 
-def _concerns_the_shard(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
-        return getattr(func.__self__, "__name__", "") in _ATTRIBUTES_OF_THE_SHARD
-    return name in _METHODS_OF_THE_SHARD
-
-
 @torch.no_grad()
 def _open(shard: UninitializedShard) -> nn.Parameter:
     if id(shard) in _opened.shards:
@@ -110,7 +93,7 @@ def _open(shard: UninitializedShard) -> nn.Parameter:
         value = gather_like(shard, shard)
         ops.compute([value])
     else:
-        shape = param_and_group(shard)[0].originals[0].whole_shape
+        shape = param_of(shard).originals[0].whole_shape
         value = torch.zeros(shape, dtype=shard.dtype, device=shard.device)
     unsharded = nn.Parameter(value, requires_grad=shard.requires_grad)
     _opened.shards[id(shard)] = shard, unsharded
@@ -120,11 +103,10 @@ def _open(shard: UninitializedShard) -> nn.Parameter:
 @torch.no_grad()
 def _close(shard: UninitializedShard) -> None:
     _, unsharded = _opened.shards.pop(id(shard))
-    param, group = known_shard(shard), known_group(shard)
+    param = known_shard(shard)
     with torch._C.DisableTorchFunctionSubclass():
-        if param is not None and group is not None:
-            local = own_parts([unsharded.detach()], param.originals)
-            shard.copy_(param.slice_of(local, group.collectives_of(param).rank))
+        if param is not None and param.group() is not None:
+            shard.copy_(param.cut([unsharded.detach()]))
             # At once, to free the unsharded parameter, and because the slice depends on the rank,
             # while the programs of training steps must be the same on all ranks.
             ops.compute([shard])
@@ -132,38 +114,25 @@ def _close(shard: UninitializedShard) -> None:
 
 
 def take_memory(param: FSDPParam, *, has_values: bool) -> None:
-    """Replace a shard on the meta device by the tensor that the user has put into the module.
-
-    Args:
-        has_values: whether the new tensor is initialized; if not, the shard acts as the
-            unsharded parameter until its values are complete.
-
-    Raises:
-        ValueError: if the shapes differ.
-    """
-    if param.slots.shard.is_meta:
+    """Replace a shard on the meta device by the tensor that the user has put into the module. If it
+    has no values, the shard acts as the unsharded parameter until they are complete. Raises
+    ValueError if the shapes differ."""
+    old = param.slots.shard
+    if old.is_meta:
         new = next((tensor for tensor in param.owned() if not tensor.is_meta), None)
         if new is None:
             return
-        _replace(param, new, has_values=has_values)
+        if held_shape(new) != held_shape(old):
+            raise ValueError(
+                f"{param.key} is on the meta device as a shard of shape {tuple(held_shape(old))}, "
+                f"and was given a tensor of shape {tuple(held_shape(new))}; give it this rank's "
+                f"shard (distribute_tensor), or memory first (to_empty) and then full tensors"
+            )
+        kind = ShardParameter if has_values else UninitializedShard
+        # A copy: torch_xla would trace what is computed from an alias from its earlier values.
+        values = new.detach().to(ops.device(), copy=True)
+        param.slots.shard = kind(values, requires_grad=old.requires_grad)
+        vars(param.slots.shard).update(vars(old))
+        remember(param, [param.slots.shard])
     for owner in param.owners:
         param.slots.refresh(owner)
-
-
-def _replace(param: FSDPParam, new: Tensor, *, has_values: bool) -> None:
-    old = param.slots.shard
-    if held_shape(new) != held_shape(old):
-        raise ValueError(
-            f"{param.key} is on the meta device as a shard of shape {tuple(held_shape(old))}, "
-            f"and was given a tensor of shape {tuple(held_shape(new))}; give it this rank's "
-            f"shard (distribute_tensor), or memory first (to_empty) and then full tensors"
-        )
-    kind = ShardParameter if has_values else UninitializedShard
-    # A copy: torch_xla would trace what is computed from an alias from its earlier values.
-    values = new.detach().to(ops.device(), copy=True)
-    param.slots.shard = kind(values, requires_grad=old.requires_grad)
-    vars(param.slots.shard).update(vars(old))
-    group = known_group(old)
-    remember(param, [param.slots.shard])
-    if group is not None:
-        remember_group(group, [param.slots.shard])

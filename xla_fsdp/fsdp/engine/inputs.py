@@ -14,7 +14,7 @@ dtype or was moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class Inputs:
         try:
             result = forward(*args, **kwargs)
         except BaseException:
-            changes.write_all()
+            changes.write(changes.unwritten(changes.changed()))
             raise
         finally:
             containers = self._take_back(back, own, lent)
@@ -112,7 +112,7 @@ class InputForm:
     _tree: Any  # with an object of ``_slots`` for each tensor
     _names: tuple[str, ...]
     _slots: Sequence[object]
-    _views: Views
+    _views: Sequence[View]
 
     def filled(self, copies: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) with copies of the sources, in containers of their own."""
@@ -123,14 +123,8 @@ class InputForm:
 
 
 class Outputs:
-    """What a forward has returned, and has put into the containers of its caller.
-
-    Args:
-        result: what it returned.
-        containers: the caller's.
-        changes: of the copies that the forward had.
-        own: the caller's tensors; they are no outputs.
-        lent: what the forward had in their place.
+    """What a forward has returned, and has put into the ``containers`` of its caller. The caller's
+    ``own`` tensors are no outputs, nor what the forward was ``lent`` in their place.
 
     Attributes:
         tensors: those in memory of their own, and the changed copies.
@@ -162,25 +156,20 @@ class Outputs:
 
     def returned(self) -> list[int]:
         """Return the numbers of the sources whose memory the caller gets back."""
-        bases = {id(base_of(tensor)) for tensor in self._found}
-        return self._changes.of_bases(bases)
+        found = {id(base_of(tensor)) for tensor in self._found}
+        return [at for at, base in enumerate(self._changes.bases) if id(base) in found]
 
     def replaced(
         self, new: Sequence[Tensor], cast: Callable[[Tensor], Tensor] = lambda tensor: tensor
     ) -> Any:
         """Return the result with ``new`` in place of ``tensors``, also in the caller's containers
-        and tensors. Other containers in the result are copied where that changes them, as the
-        module may keep them.
-
-        Args:
-            new: in the order of ``tensors``.
-            cast: applied to what the forward returned, and put into containers.
-        """
+        and tensors; ``cast`` what the forward returned, and put into containers. Other containers
+        in the result are copied where that changes them, as the module may keep them."""
         num_new = len(self._new)
         self._changes.write(new[num_new:])
         by = substitutes(self._new, [cast(tensor) for tensor in new[:num_new]])
         for tensor, view in self._shared:
-            by[id(tensor)] = tensor, cast(self._changes.on_own(view))
+            by[id(tensor)] = tensor, cast(view.on(self._changes.owner(view.source)))
         for container in self._containers:
             replace_entries(container, by)
         for copy, tensor in self._own:
@@ -197,17 +186,11 @@ class Outputs:
 
 @dataclass(frozen=True)
 class View:
-    """How to make a tensor from the copy of a source.
+    """How to make a tensor from the copy of a source."""
 
-    Args:
-        source: number of the source.
-        recipe: a view of the source, whose view ops to repeat; None for the copy itself.
-        connected: whether the view has the source's graph.
-    """
-
-    source: int
-    recipe: Tensor | None = None
-    connected: bool = True
+    source: int  # its number
+    recipe: Tensor | None = None  # a view of it, whose view ops to repeat; None for the copy itself
+    connected: bool = True  # whether the view has the source's graph
 
     def on(self, copy: Tensor) -> Tensor:
         """Return the view of a copy of its source."""
@@ -223,12 +206,8 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-Views = Sequence[View] | None
-"""How to make each of several tensors; None if they are the sources themselves."""
-
-
-def _views_on(views: Views, copies: Sequence[Tensor]) -> Sequence[Tensor]:
-    return copies if views is None else [view.on(copies[view.source]) for view in views]
+def _views_on(views: Sequence[View], copies: Sequence[Tensor]) -> list[Tensor]:
+    return [view.on(copies[view.source]) for view in views]
 
 
 def _shared_views(group: Sequence[Tensor]) -> list[Tensor]:
@@ -242,11 +221,9 @@ def _shared_views(group: Sequence[Tensor]) -> list[Tensor]:
     return views if shares or sum(view.numel() for view in views) > base.numel() else []
 
 
-def _find_views(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Views]:
+def _find_views(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[View]]:
     """Return sources, and how to make the tensors, all different, from them."""
     bases = [base_of(tensor) for tensor in tensors]
-    if len(set(map(id, bases))) == len(bases):
-        return tensors, None
     groups: dict[int, list[Tensor]] = {}
     for base, tensor in zip(bases, tensors, strict=True):
         groups.setdefault(id(base), []).append(tensor)
@@ -319,17 +296,19 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def num_changes(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often the memory of each tensor was changed in place, by whatever tensor."""
+def changes_of(tensor: Tensor) -> int:
+    """Return how often the memory of ``tensor`` was changed in place, by whatever tensor."""
     # On the device not the version, which does not count changes of ``tensor.data``, nor any in
     # inference mode. Tensors made under a dispatch mode (preflight counts FLOPs by one) have no
     # other count.
-    return [
-        torch._functionalize_mutation_counter(tensor)
-        if torch._is_functional_tensor(tensor)
-        else version_of(tensor)
-        for tensor in tensors
-    ]
+    if torch._is_functional_tensor(tensor):
+        return torch._functionalize_mutation_counter(tensor)
+    return version_of(tensor)
+
+
+def num_changes(tensors: Sequence[Tensor]) -> list[int]:
+    """Return ``changes_of`` each tensor."""
+    return list(map(changes_of, tensors))
 
 
 def changed_since(before: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
@@ -340,40 +319,32 @@ def changed_since(before: Sequence[int], tensors: Sequence[Tensor]) -> list[int]
 
 
 class Changes:
-    """Changes in place, from now on, of copies of the caller's tensors.
-
-    Args:
-        sources: the caller's tensors.
-        copies: of them; some may be the sources themselves.
-    """
+    """Changes in place, from now on, of copies of ``sources``, the caller's tensors. Some
+    copies may be the sources themselves."""
 
     def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         self._sources, self._copies = sources, copies
         self._counts = num_changes(copies)
         # Views get a new node with every change of their base, those without grad mode too.
-        self._bases = [base_of(copy) for copy in copies]
-        self._graphs = [base.grad_fn for base in self._bases]
+        self.bases = [base_of(copy) for copy in copies]
+        self._graphs = [base.grad_fn for base in self.bases]
         self._targets: list[Tensor] = []  # to write to
 
     def changed(self) -> list[int]:
         """Return the numbers of the changed tensors."""
         return changed_since(self._counts, self._copies)
 
-    def write_all(self) -> None:
-        """Make the same changes to the caller's tensors."""
-        self.write(self.unwritten(self.changed()))
-
     def unwritten(self, changed: Sequence[int]) -> list[Tensor]:
         """Make those changes to the caller's tensors of which autograd does not know; return the
         other changed copies, for ``write``."""
         known: dict[int, tuple[Tensor, Tensor]] = {}
         for at in changed:
-            source, copy, base = self._sources[at], self._copies[at], self._bases[at]
+            source, copy, base = self._sources[at], self._copies[at], self.bases[at]
             if _is_moved(copy, source):
                 continue
             if base.grad_fn is not self._graphs[at]:
                 if copy is not source or copy.device.type == "xla":
-                    known[id(base)] = base, self._owner(at)
+                    known[id(base)] = base, self.owner(at)
             elif copy is not source:
                 # Without grad mode leaves can be changed too.
                 with torch.no_grad():
@@ -388,10 +359,10 @@ class Changes:
                 target.copy_(value)
 
     def view(self, output: Tensor) -> View | None:
-        """Return what to pass to ``on_own`` for an output; None if it shares no memory with the
-        copies, or does so in a way that cannot be repeated."""
+        """Return how to make an output from the caller's tensor; None if it shares no memory with
+        the copies, or does so in a way that cannot be repeated."""
         base = base_of(output)
-        for at, each in enumerate(self._bases):
+        for at, each in enumerate(self.bases):
             if each is base and _can_be_returned(self._copies[at], self._sources[at]):
                 if output is base:
                     return View(at)
@@ -400,18 +371,10 @@ class Changes:
                     return View(at, output, connected)
         return None
 
-    def on_own(self, view: View) -> Tensor:
-        """Return the view of a copy as one of the caller's tensor."""
-        return view.on(self._owner(view.source))
-
-    def of_bases(self, bases: Collection[int]) -> list[int]:
-        """Return the numbers of the copies that are, or are views of, tensors with these ids."""
-        return [at for at, base in enumerate(self._bases) if id(base) in bases]
-
-    def _owner(self, at: int) -> Tensor:
+    def owner(self, at: int) -> Tensor:
         """Return the caller's tensor that a copy, or its base, was made from."""
         copy, source = self._copies[at], self._sources[at]
-        return self._bases[at] if copy is source else source
+        return self.bases[at] if copy is source else source
 
     def refuse_lost(self, changed: Sequence[int]) -> None:
         """Raise ValueError if a tensor did not follow the change of one that it shares memory
@@ -429,10 +392,10 @@ class Changes:
                     )
 
     def _follows(self, other: int, changed: int) -> bool:
+        if all(self._sources[at] is self._copies[at] for at in (other, changed)):
+            return True
         sources = self._sources[other], self._sources[changed]
-        copies = self._copies[other], self._copies[changed]
-        themselves = sources[0] is copies[0] and sources[1] is copies[1]
-        return themselves or not torch._C._is_alias_of(*sources) or _are_disjoint(*sources)  # type: ignore[attr-defined]
+        return not torch._C._is_alias_of(*sources) or _are_disjoint(*sources)  # type: ignore[attr-defined]
 
 
 def _are_disjoint(a: Tensor, b: Tensor) -> bool:
@@ -447,9 +410,7 @@ def _are_disjoint(a: Tensor, b: Tensor) -> bool:
 
 def _refuse_reshaped(lent: Sequence[Tensor], own: Sequence[Tensor]) -> None:
     for copy, tensor in zip(lent, own, strict=True):
-        if copy is tensor or _is_moved(copy, tensor):
-            continue
-        if _is_reshaped(copy, tensor):
+        if copy is not tensor and not _is_moved(copy, tensor) and _is_reshaped(copy, tensor):
             raise ValueError(
                 f"an argument of shape {list(tensor.shape)} was reshaped in place in the forward "
                 f"of an FSDP unit (by unsqueeze_, t_ or resize_, say), which would be lost for the "

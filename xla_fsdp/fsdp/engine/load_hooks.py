@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from xla_fsdp.checkpoint.format.plan import original_name
-from xla_fsdp.distributed.collectives import Collectives
-from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, own_parts
+from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam
 from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.stacked_params import stack_loaded_shards
 from xla_fsdp.fsdp.engine.thread import package_code
@@ -45,16 +44,6 @@ class Form(Enum):
     FULL = "full"
 
 
-def mark_shards(local_metadata: dict[str, Any], shards: Iterable[NamedShard]) -> None:
-    """Mark a state dict, in its metadata, as one of these ``shards``."""
-    local_metadata[MARK] = Form.SHARDS.value
-    local_metadata[PLACES] = _places(shards)
-
-
-def _places(shards: Iterable[NamedShard]) -> Places:
-    return places_of((each.param, each.group.collectives_of(each.param)) for each in shards)
-
-
 def marked(state: Mapping[str, Any], module: nn.Module, form: Form) -> OrderedDict[str, Any]:
     """Return a copy of ``state``, a state dict for ``module``, that is marked as ``form``."""
     result = OrderedDict(state)
@@ -66,64 +55,42 @@ def marked(state: Mapping[str, Any], module: nn.Module, form: Form) -> OrderedDi
     return result
 
 
-@dataclass
-class StateLoading:
-    """Converts a state dict to shards for one module and the units in it.
+def translate(
+    shards: Sequence[NamedShard],
+    state: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Replace full tensors by shards, before a module is loaded from ``state``.
 
-    Holds no module: a reference cycle would free a model only at the next garbage collection, and
-    its uncomputed tensors would be in later programs.
+    Args:
+        shards: the sharded parameters of the module and of units in it, outer ones first.
+        state: this and the following are the arguments of torch's load hooks.
+
+    Raises:
+        ValueError: if neither mark nor shapes tell shards from full tensors; or the shards are
+            those of another rank.
     """
-
-    # The error list of the load for which an outer module has done the conversion.
-    _done_in: list[str] | None = None
-
-    def translate(
-        self,
-        shards: Sequence[NamedShard],
-        inside: Iterable[StateLoading],
-        state: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        """Replace full tensors by shards, before a module is loaded from ``state``.
-
-        Args:
-            shards: the sharded parameters of the module and of units in it, outer ones first.
-            inside: of the units in the module; they skip this load.
-            state: this and the following are the arguments of torch's load hooks.
-
-        Raises:
-            ValueError: if neither mark nor shapes tell shards from full tensors; or the shards are
-                those of another rank.
-        """
-        if self._done_in is errors:  # torch passes the same list to all modules of a load
-            return
-        for shard in shards:
-            # Without values it would have the shape of the full parameter, and torch compares.
-            shard.param.finalize()
-        load = _Load(shards, state, prefix, missing, errors)
-        load.rename_upstream()
-        load.complete_ties()
-        if load.form(local_metadata.get(MARK)) is Form.FULL:
-            load.cut()
-        else:
-            before = len(errors)
-            load.drop_other_layouts()
-            if len(errors) == before:
-                saved = local_metadata.get(PLACES)
-                refuse_other_places(saved, _places(shards), "the state dict")
-        stack_loaded_shards(shards, state, prefix, missing)
-        load.copy_device_tensors()
-        for other in inside:
-            other._done_in = errors
-
-    def finish(self) -> None:
-        """Forget the load."""
-        self._done_in = None
+    for shard in shards:
+        # Without values it would have the shape of the full parameter, and torch compares.
+        shard.param.finalize()
+    load = _Load(shards, state, prefix, missing, errors)
+    load.rename_upstream()
+    load.complete_ties()
+    if load.form(local_metadata.get(MARK)) is Form.FULL:
+        load.cut()
+    else:
+        before = len(errors)
+        load.drop_other_layouts()
+        if len(errors) == before:
+            own = places_of(each.param for each in shards)
+            refuse_other_places(local_metadata.get(PLACES), own, "the state dict")
+    stack_loaded_shards(shards, state, prefix, missing)
+    load.copy_device_tensors()
 
 
 @dataclass
@@ -148,8 +115,11 @@ class _Load:
                 self.state[name] = self.state.pop(key)
             renamed.append(name)
         of_key = {key: shard.param for shard in self.shards for key in self._shard_keys(shard)}
-        order = dict.fromkeys(of_key[name] for name in renamed if name in of_key)
-        _note_order(list(order), upstream=upstream)
+        with upstream_lock:
+            for param in dict.fromkeys(of_key[name] for name in renamed if name in of_key):
+                upstream_order.pop(param, None)
+                if upstream:
+                    upstream_order[param] = next(_next_place)  # never used again: tells one file's
 
     def complete_ties(self) -> None:
         """Add the missing names of tied parameters, of which torch_xla and safetensors save one."""
@@ -191,7 +161,7 @@ class _Load:
             for key in self._keys(shard, original):
                 if isinstance(value := self.state.get(key), Tensor):
                     fits = self._fits(key, value, original.whole_shape)
-                    self.state[key] = _cut(shard, [value]) if fits else param.shard.detach()
+                    self.state[key] = param.cut([value]) if fits else param.shard.detach()
 
     def drop_other_layouts(self) -> None:
         """Replace shards of other shapes than the model's by its own, and report each."""
@@ -210,12 +180,12 @@ class _Load:
     def copy_device_tensors(self) -> None:
         """Replace tensors of the device by copies, as a step gives the model's memory away: a
         snapshot is to be there for the next load."""
-        given = {
+        on_device = {
             key: value
             for key, value in self.state.items()
             if key.startswith(self.prefix) and isinstance(value, Tensor)
+            if value.device.type == "xla"
         }
-        on_device = {key: value for key, value in given.items() if value.device.type == "xla"}
         with package_code():
             copies = copies_of(list(on_device.values()))
         self.state.update(zip(on_device, copies, strict=True))
@@ -266,11 +236,11 @@ class _Load:
             torch.zeros(original.whole_shape) if value is None else value
             for value, original in zip(found, originals, strict=True)
         ]
-        new = _cut(shard, [tensor.to(param.shard.dtype) for tensor in full])
+        new = param.cut([tensor.to(param.shard.dtype) for tensor in full])
         if all(fits):
             return new
         pairs = zip(originals, fits, strict=True)
-        is_new = _cut(shard, [torch.full(original.whole_shape, fit) for original, fit in pairs])
+        is_new = param.cut([torch.full(original.whole_shape, fit) for original, fit in pairs])
         return torch.where(is_new, new, param.shard.detach().to(new.device))
 
     def _pop(self, shard: NamedShard, original: OriginalParam) -> Tensor | None:
@@ -295,10 +265,6 @@ class _Load:
         return False
 
 
-def _cut(shard: NamedShard, full: Sequence[Tensor]) -> Tensor:
-    return shard.param.slice_of(own_parts(full, shard.param.originals), shard.rank)
-
-
 # ---------------------------------------------------------------- whose shards they are
 
 PLACES = "xla_fsdp_places"
@@ -309,18 +275,18 @@ Places = list[list[int]]
 its tensor-parallel axis. Equal shards of replicas have one place."""
 
 
-def places_of(shards: Iterable[tuple[FSDPParam, Collectives]]) -> Places:
-    """Return the places of parameters and who shares them, each once; none of what is whole."""
-    found = {tuple(_place(param, by)) for param, by in shards}
+def places_of(params: Iterable[FSDPParam]) -> Places:
+    """Return the places of parameters, each once; none of what is whole."""
+    found = {_place(param) for param in params}
     return sorted(list(each) for each in found if each[1] * each[3] > 1)
 
 
-def _place(param: FSDPParam, by: Collectives) -> tuple[int, int, int, int]:
+def _place(param: FSDPParam) -> tuple[int, int, int, int]:
     cut = next(
         (o.placement for o in param.originals if o.placement and o.placement.parts > 1), None
     )
     part = (0, 1) if cut is None else (cut.mesh.local_rank(ops.rank()), cut.parts)
-    return (by.rank, by.num_shards, *part)
+    return (param.collectives.rank, param.collectives.num_shards, *part)
 
 
 def refuse_other_places(saved: Any, own: Places, what: str) -> None:
@@ -355,14 +321,4 @@ upstream_order: WeakKeyDictionary[FSDPParam, int] = WeakKeyDictionary()
 """Where a parameter was in the state dict of torch_xla's FSDP from which it was loaded last:
 torch's optimizers know parameters by position."""
 _next_place = count(1)
-_upstream_lock = threading.Lock()  # ranks on CPU are threads
-
-
-def _note_order(params: Sequence[FSDPParam], *, upstream: bool) -> None:
-    """Note the order in which a state dict of the model that is being loaded has parameters; forget
-    it, if that is not of torch_xla's FSDP."""
-    with _upstream_lock:
-        for param in params:
-            upstream_order.pop(param, None)
-            if upstream:
-                upstream_order[param] = next(_next_place)  # also of several models in their order
+upstream_lock = threading.Lock()  # ranks on CPU are threads

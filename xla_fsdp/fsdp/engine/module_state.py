@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeGuard, cast
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.higher_order import in_transform
 from xla_fsdp.fsdp.engine.deferred import take_memory
-from xla_fsdp.fsdp.engine.load_hooks import StateLoading, mark_shards
+from xla_fsdp.fsdp.engine.load_hooks import MARK, PLACES, Form, places_of, translate
 from xla_fsdp.fsdp.engine.param import drop_names
 from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.stacked_params import put_stacked_shards
@@ -41,24 +41,17 @@ class ForwardOverride(Protocol):
 
 @dataclass
 class ModuleState:
-    """The state attached to an FSDP module.
+    """The state attached to an FSDP module."""
 
-    Args:
-        unit: runs the module's forward.
-        communication: collectives among the ranks that share the unit's parameters.
-        part: number of the module among those of the unit.
-        cast_buffers: original dtype, by name, of the buffers that were cast for good.
-        forward_buffers: casts buffers for each forward.
-        loading: converts state dicts to shards.
-        forward_override: runs the module's forward in place of the unit.
-    """
-
-    unit: FSDPState
-    communication: Communication
-    part: int = 0
+    unit: FSDPState  # runs the module's forward
+    communication: Communication  # among the ranks that share the unit's parameters
+    part: int = 0  # number of the module among those of the unit
+    # Original dtype, by name, of the buffers that were cast for good.
     cast_buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
-    loading: StateLoading = field(default_factory=StateLoading)
-    forward_override: ForwardOverride | None = None
+    # The error list, which torch passes to all modules of a load, of that for which an outer module
+    # has converted the state dict.
+    loaded_in: list[str] | None = None
+    forward_override: ForwardOverride | None = None  # runs the forward in place of the unit
     forward_buffers: CastBuffers | None = None
 
     def with_buffers(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +60,7 @@ class ModuleState:
         return forward if buffers is None else partial(buffers.run, forward)
 
 
-class FSDPModuleBase:
+class FSDPModuleBase(nn.Module):
     """Base class of FSDP modules, mixed into a module's class."""
 
     _fsdp_module_state: ModuleState
@@ -93,37 +86,26 @@ class FSDPModuleBase:
         return state.unit.run(state.with_buffers(method), args, kwargs, part=state.part)
 
     def _fsdp_units(self) -> list[FSDPState]:
-        return units_in(self._fsdp_module())
+        return units_in(self)
 
     def _fsdp_named_shards(self, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
-        return named_shards(self._fsdp_module(), remove_duplicate=remove_duplicate)
+        return named_shards(self, remove_duplicate=remove_duplicate)
 
-    def _fsdp_module(self) -> nn.Module:
-        return cast(nn.Module, self)
-
-
-class FSDPModuleLike(Protocol):
-    """An FSDP module, for type checkers; ``FSDPModuleBase`` by itself is no ``nn.Module``."""
-
-    _fsdp_module_state: ModuleState
-
-    @property
-    def _fsdp_unit(self) -> FSDPState: ...
-
-    def _fsdp_register_method(self, name: str) -> None: ...
+    def _fsdp_register_method(self, name: str) -> None:
+        raise NotImplementedError
 
 
-def attach(module: nn.Module, attachment: ModuleState) -> None:
+def attach(module: Any, attachment: ModuleState) -> None:
     """Attach the state to ``module``, an ``FSDPModuleBase``; units inside join its context.
 
     Register hooks that change names in state dicts after this call.
     """
-    module._fsdp_module_state = attachment  # type: ignore[assignment]
+    module._fsdp_module_state = attachment
     for name, inner in named_fsdp_modules(module):
         if inner._fsdp_unit is not attachment.unit:
             inner._fsdp_unit.join(attachment.unit)
             if not inner._fsdp_module_state.part:  # the first of several modules
-                inner._fsdp_unit.group.set_name(name)
+                inner._fsdp_unit.log.unit = name
     module.register_state_dict_pre_hook(_show_shards)
     module.register_load_state_dict_pre_hook(_translate)
     module.register_load_state_dict_post_hook(_finish_loading)
@@ -136,7 +118,7 @@ def mark_state_dicts(module: nn.Module) -> None:
     module.register_state_dict_post_hook(partial(_mark_shards))
 
 
-def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModuleLike]:
+def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModuleBase]:
     """Return whether ``module`` runs as a unit, or as a part of one."""
     return isinstance(module, FSDPModuleBase)
 
@@ -148,11 +130,11 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def named_fsdp_modules(
     module: nn.Module, *, remove_duplicate: bool = True
-) -> Iterator[tuple[str, FSDPModuleLike]]:
+) -> Iterator[tuple[str, FSDPModuleBase]]:
     """Yield the FSDP modules in ``module``, itself included, outer ones first, with their names."""
     for name, inner in list(module.named_modules(remove_duplicate=remove_duplicate)):
         if isinstance(inner, FSDPModuleBase):
-            yield name, cast(FSDPModuleLike, inner)
+            yield name, inner
 
 
 def units_in(module: nn.Module) -> list[FSDPState]:
@@ -162,32 +144,17 @@ def units_in(module: nn.Module) -> list[FSDPState]:
 
 def outermost_units(module: nn.Module) -> list[FSDPState]:
     """Return the units in ``module`` that are inside no other unit, each once."""
-    return list(dict.fromkeys(_outermost(module)))
-
-
-def _outermost(module: nn.Module) -> Iterator[FSDPState]:
     if is_fsdp_module(module):
-        yield module._fsdp_unit
-        return
-    for child in module.children():
-        yield from _outermost(child)
+        return [module._fsdp_unit]
+    inside = (unit for child in module.children() for unit in outermost_units(child))
+    return list(dict.fromkeys(inside))
 
 
 def reshard_units(module: nn.Module) -> None:
     """Reshard all units in ``module`` that hold unsharded parameters after ``unshard``, or after
-    backward without ``reshard_after_backward``.
-
-    Raises:
-        RuntimeError: if others are in use.
-    """
+    backward without ``reshard_after_backward``; raise RuntimeError if others are in use."""
     for unit in units_in(module):
-        unit.cleanup_failed_passes()
-        unit.reshard()
-        if unit.state is not UnitState.SHARDED:
-            raise RuntimeError(
-                f"the model holds full parameters, not shards (a unit is in state "
-                f"{unit.state.name}): do this outside of forward, backward and summon_full_params"
-            )
+        unit.require_shards()
 
 
 def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedShard]:
@@ -195,8 +162,8 @@ def named_shards(module: nn.Module, *, remove_duplicate: bool = True) -> Iterato
     ``remove_duplicate``, names include every name of a module that has several."""
     for unit, prefixes in _units_with_names(module, remove_duplicate=remove_duplicate):
         for param in unit.group.params:
-            shard = NamedShard(prefixes, param, unit.group)
-            if shard.is_reachable:
+            shard = NamedShard(prefixes, param)
+            if all(map(shard.names_of, param.originals)):  # each has a name in the model
                 yield shard
 
 
@@ -226,8 +193,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: if the module has no such method.
     """
-    if is_fsdp_module(module):
-        module._fsdp_register_method(method_name)
+    if not is_fsdp_module(module):
+        return
+    if not callable(getattr(module, method_name, None)):
+        own: Any = module
+        kind = type(own.module) if is_wrapper(module) else own._fsdp_original
+        raise ValueError(
+            f"{kind.__name__} has no method {method_name!r} to register; give the name of a method "
+            f"of the sharded module"
+        )
+    module._fsdp_register_method(method_name)
 
 
 def refuse_dynamo() -> None:
@@ -243,32 +218,32 @@ def refuse_dynamo() -> None:
 # ---------------------------------------------------------------- state dicts
 
 
-def _show_shards(module: nn.Module, *_: Any) -> None:
-    unit = cast(FSDPModuleLike, module)._fsdp_unit
-    unit.cleanup_failed_passes()
+def _show_shards(module: Any, *_: Any) -> None:
+    unit = module._fsdp_unit
+    unit.schedule.cleanup_failed_passes()
     unit.reshard()
     for param in unit.group.params:
         param.finalize()
 
 
-def _translate(module: nn.Module, *load: Any) -> None:
+def _translate(module: Any, *load: Any) -> None:
     _show_shards(module)
-    attached = cast(FSDPModuleLike, module)._fsdp_module_state
-    if attached.unit.state is UnitState.SHARDED:  # else the module loads unsharded tensors
-        shards = list(named_shards(module, remove_duplicate=False))
-        attached.loading.translate(shards, _loading_inside(module), *load)
+    attached = module._fsdp_module_state
+    # While it is not sharded the module loads unsharded tensors.
+    if attached.unit.state is UnitState.SHARDED and attached.loaded_in is not load[-1]:
+        translate(list(named_shards(module, remove_duplicate=False)), *load)
+        for inner in _inside(module):
+            inner._fsdp_module_state.loaded_in = load[-1]
 
 
-def _loading_inside(module: nn.Module) -> Iterator[StateLoading]:
-    for _, inner in named_fsdp_modules(module, remove_duplicate=False):
-        if inner is not module:
-            yield inner._fsdp_module_state.loading
+def _inside(module: nn.Module) -> list[FSDPModuleBase]:
+    found = dict.fromkeys(inner for _, inner in named_fsdp_modules(module))
+    return [inner for inner in found if inner is not module]
 
 
 def _finish_loading(module: nn.Module, report: Any) -> None:
-    cast(FSDPModuleLike, module)._fsdp_module_state.loading.finish()
-    for loading in _loading_inside(module):
-        loading.finish()
+    for inner in _inside(module):
+        inner._fsdp_module_state.loaded_in = None
     for unit in units_in(module):
         for param in unit.group.params:
             # On the meta device before load_state_dict(assign=True).
@@ -277,35 +252,21 @@ def _finish_loading(module: nn.Module, report: Any) -> None:
 
 
 @package_code()
-def _mark_shards(module: nn.Module, state: Any, prefix: str, local_metadata: Any) -> None:
-    unit = cast(FSDPModuleLike, module)._fsdp_unit
+def _mark_shards(module: Any, state: Any, prefix: str, local_metadata: Any) -> None:
+    unit = module._fsdp_unit
     drop_names(state, prefix)
     if unit.state is UnitState.SHARDED:
-        put_stacked_shards(unit.group, state, prefix)
-        mark_shards(local_metadata, named_shards(module))
+        put_stacked_shards(unit.group.params, state, prefix)
+        places = places_of(shard.param for shard in named_shards(module))
+        local_metadata.update({MARK: Form.SHARDS.value, PLACES: places})
 
 
 # ---------------------------------------------------------------- buffers in another dtype
 
 
-class _Shown(NamedTuple):
-    """A buffer that a module holds in another dtype."""
-
-    module: nn.Module
-    name: str
-    own: Tensor
-    lent: Tensor
-    version: int
-
-
 class CastBuffers:
-    """Casts floating-point buffers for a forward. Outside of it modules hold buffers of their own
-    dtype and, unless a forward changes them, value.
-
-    Args:
-        modules: that hold the buffers.
-        dtype: in which a forward sees them.
-    """
+    """Casts the floating-point buffers of ``modules`` for a forward. Outside of it modules hold
+    buffers of their own dtype and, unless a forward changes them, value."""
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._modules = [weakref.ref(module) for module in modules]
@@ -320,7 +281,8 @@ class CastBuffers:
         finally:
             _put_back(shown)
 
-    def _show(self) -> list[_Shown]:
+    def _show(self) -> list[tuple[nn.Module, str, Tensor, Tensor, int]]:
+        """Cast; return module, name, own buffer, and cast one with its version."""
         shown = []
         casts: dict[int, Tensor] = {}  # a buffer of two modules is one in the forward, too
         for module in [module for each in self._modules if (module := each()) is not None]:
@@ -333,12 +295,12 @@ class CastBuffers:
                         casts[id(own)] = own.to(self._dtype)
                 lent = casts[id(own)]
                 module._buffers[name] = lent
-                shown.append(_Shown(module, name, own, lent, lent._version))
+                shown.append((module, name, own, lent, lent._version))
         return shown
 
 
 @torch.no_grad()
-def _put_back(shown: list[_Shown]) -> None:
+def _put_back(shown: Iterable[tuple[nn.Module, str, Tensor, Tensor, int]]) -> None:
     for module, name, own, lent, version in shown:
         now = module._buffers.get(name)
         if now is lent:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,21 @@ from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.lost import LostTensor
 
+
+class WeakRef:
+    """A weak reference that pickling and deep copies follow: strong ones would make cycles, so that
+    a model is freed only at the next garbage collection."""
+
+    def __init__(self, target: Any = None) -> None:
+        self._target = None if target is None else weakref.ref(target)
+
+    def __call__(self) -> Any:
+        return None if self._target is None else self._target()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeakRef, (self(),)
+
+
 # ---------------------------------------------------------------- attributes of modules
 
 
@@ -41,39 +56,34 @@ class ModuleAttr:
     """
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
-        self._module = weakref.ref(module)
+        self._module = WeakRef(module)
         self.attribute = attribute
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, ModuleAttr) and self._key == other._key)
+    def __eq__(self, other: object) -> bool:  # units that share a module have one each
+        if not isinstance(other, ModuleAttr) or self.attribute != other.attribute:
+            return False
+        return self._module() is other._module()
 
     def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ModuleAttr, (self._module(), self.attribute)
-
-    @property
-    def _key(self) -> tuple[int, str]:
-        return id(self._module()), self.attribute
+        return hash((id(self._module()), self.attribute))
 
     @property
     def module(self) -> nn.Module:
         """The module; an empty one after it was freed, as a backward pass may outlive its model."""
         return self._module() or nn.Module()
 
-    def point_at(self, tensor: Tensor) -> None:
-        """Set the attribute to ``tensor``."""
+    def point_at(self, tensor: Tensor | None) -> None:
+        """Set the attribute to ``tensor``, or remove it from the module."""
         module = self.module
-        # nn.Module.__setattr__ would refuse a tensor that is no nn.Parameter.
-        module._parameters[self.attribute] = tensor  # type: ignore[assignment]
-        _refresh_rnn_weights(module)
-
-    def remove(self) -> None:
-        """Remove the attribute from the module."""
-        module = self.module
-        module._parameters.pop(self.attribute, None)
-        _refresh_rnn_weights(module)
+        if tensor is None:
+            module._parameters.pop(self.attribute, None)
+        else:
+            # nn.Module.__setattr__ would refuse a tensor that is no nn.Parameter.
+            module._parameters[self.attribute] = tensor  # type: ignore[assignment]
+        if isinstance(module, nn.RNNBase):  # it computes with a list of its parameters
+            # In place: a checkpoint restores the attributes that modules had before a forward.
+            names = module._flat_weights_names
+            module._flat_weights[:] = [module._parameters.get(name) for name in names]
 
     def holds(self, tensor: Tensor | None) -> bool:
         """Return whether the attribute is ``tensor``; True if the module was freed."""
@@ -83,22 +93,14 @@ class ModuleAttr:
 
 @dataclass(frozen=True)
 class OriginalParam:
-    """A parameter of the model before sharding.
+    """A parameter of the model before sharding."""
 
-    Args:
-        names: its names in the unit; the first is canonical, the others are ties.
-        shape: unsharded shape; of the local tensor under tensor parallelism.
-        owners: the attributes that hold it.
-        parts: for each name, the number of the unit's module that has it; empty if all are in the
-            first module.
-        placement: how tensor parallelism shards it.
-    """
-
-    names: tuple[str, ...]
-    shape: torch.Size
-    owners: tuple[ModuleAttr, ...]
+    names: tuple[str, ...]  # in the unit; the first is canonical, the others are ties
+    shape: torch.Size  # unsharded; of the local tensor under tensor parallelism
+    owners: tuple[ModuleAttr, ...]  # the attributes that hold it
+    # For each name, the number of the unit's module that has it; empty if all are in the first.
     parts: tuple[int, ...] = ()
-    placement: TensorPlacement | None = None
+    placement: TensorPlacement | None = None  # how tensor parallelism shards it
 
     @property
     def whole_shape(self) -> torch.Size:
@@ -116,24 +118,11 @@ class OriginalParam:
         return self.placement is not None and self.placement.is_of_experts
 
 
-def _refresh_rnn_weights(module: nn.Module) -> None:
-    """Update the list of parameters that recurrent layers compute with."""
-    if isinstance(module, nn.RNNBase):
-        # In place: a checkpoint restores the attributes that modules had before a forward.
-        names = module._flat_weights_names
-        module._flat_weights[:] = [module._parameters.get(name) for name in names]
-
-
 @dataclass(frozen=True)
 class StackPart:
-    """Slice ``number`` of a stack of shards.
-
-    Args:
-        number: of the slice.
-        length: of the stack.
-        shape: of the shard. A stack has other dims where shards are vectors of whole rows: on a
-            TPU, vectors that are stacked lie across each other, and a slice would be laid out anew.
-    """
+    """Slice ``number`` of a stack of ``length`` shards of ``shape``. A stack has other dims where
+    shards are vectors of whole rows: on a TPU, vectors that are stacked lie across each other, and
+    a slice would be laid out anew."""
 
     number: int
     length: int
@@ -144,16 +133,12 @@ class ParamSlots:
     """Sets the module attributes of one shard's originals.
 
     Nested units may share a parameter and be unsharded at the same time. An attribute therefore
-    holds the tensor of the latest ``show`` without ``hide``, or the leaf if there is none.
-
-    Args:
-        shard: the leaf.
-        registered: whether attributes hold the leaf while nothing is shown; False for a flat
-            shard, whose originals are no attributes then.
+    holds the tensor of the latest ``show`` without ``hide``, or the leaf if there is none and the
+    leaf is ``registered``: a flat one is not, and a stack only in the attributes of its slice 0.
 
     Attributes:
-        part: slice of the leaf that is the shard, if the leaf is a stack. Only the attributes of
-            slice 0 hold the stack.
+        shard: the leaf.
+        part: slice of the leaf that is the shard, if the leaf is a stack.
         users: number of units that have the parameter.
     """
 
@@ -187,24 +172,14 @@ class ParamSlots:
                 break
         self.refresh(owner)
 
-    def is_held_by(self, owner: ModuleAttr) -> bool:
-        """Return whether ``owner`` holds what it should."""
-        return owner.holds(self._held_by(owner))
-
     def refresh(self, owner: ModuleAttr) -> None:
         """Set the attribute of ``owner`` to what it should hold, or remove it."""
-        tensor = self._held_by(owner)
-        if tensor is None:
-            owner.remove()
-        else:
-            owner.point_at(tensor)
+        owner.point_at(self.held_by(owner))
 
-    def _held_by(self, owner: ModuleAttr) -> Tensor | None:
+    def held_by(self, owner: ModuleAttr) -> Tensor | None:
         """Return the tensor that ``owner`` should hold; None if it should have no attribute."""
-        for shown, tensor in reversed(self._shown):
-            if shown == owner:
-                return tensor
-        return self.shard if self._registered else None
+        shown = (tensor for each, tensor in reversed(self._shown) if each == owner)
+        return next(shown, self.shard if self._registered else None)
 
 
 # ---------------------------------------------------------------- the parameter
@@ -223,10 +198,9 @@ class FSDPParam:
     Args:
         key: name of the shard in the unit's state dict.
         originals: the original parameters, in the order in which they are joined.
-        shard: leaf parameter of one shard's elements on the rank's device: [n], or [rows, ...]
-            where whole rows along a dim are sharded.
+        shard: the leaf, on the rank's device: [n], or [rows, ...] of whole rows along a dim.
         packing: how the originals are joined and cut.
-        compute_dtype: dtype in which parameters are gathered and used; None for the shard's own.
+        compute_dtype: in which parameters are gathered and used; None for the shard's own.
         home: for a flat shard, the module that registers it under ``key``; otherwise None.
         slots: of another unit's parameter that has the same shard.
         everywhere: whether every rank of the job has this parameter.
@@ -234,7 +208,7 @@ class FSDPParam:
     Attributes:
         is_expert: whether ranks along an axis of the mesh hold different experts of it.
         number: of the parameter, the same on all ranks of the job; 0 if not all have it.
-        unit: name of the unit, as far out as there are units.
+        group: the ``FSDPParamGroup`` that gathers it, weakly.
     """
 
     def __init__(
@@ -252,7 +226,7 @@ class FSDPParam:
         self.key = key
         _made.count += 1
         self.number = _made.count if everywhere else 0
-        self.unit = ""
+        self.group = WeakRef()
         self.originals = tuple(originals)
         self.is_expert = self.originals[0].is_expert  # as are all that are joined
         self.packing = packing
@@ -265,8 +239,7 @@ class FSDPParam:
             home.register_parameter(key, shard)
             for original in originals:
                 print_without(original)
-                for owner in original.owners:
-                    name_in_state_dicts(owner, original.whole_shape, shard.dtype)
+                name_in_state_dicts(original, shard.dtype)
         for owner in self.owners:
             self.slots.refresh(owner)
 
@@ -286,7 +259,20 @@ class FSDPParam:
 
     def with_name(self, what: str) -> str:
         """Return ``what`` is done to the parameter, with its name, for errors of CPU ranks."""
-        return f"{what} of {join_name(self.unit, self.key)} (sharded parameter {self.number})"
+        group = self.group()
+        unit = "" if group is None or group.log.unit == "root" else group.log.unit
+        return f"{what} of {join_name(unit, self.key)} (sharded parameter {self.number})"
+
+    @property
+    def collectives(self) -> Collectives:
+        """Communication among the ranks that share the parameter."""
+        return self.group().collectives.of(self.is_expert)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Mesh of the ranks that share the parameter."""
+        placement, mesh = self.originals[0].placement, self.group().mesh
+        return mesh.without(placement.mesh) if self.is_expert and placement else mesh
 
     @property
     def leaf(self) -> nn.Parameter:
@@ -309,11 +295,8 @@ class FSDPParam:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's shard: the leaf, or a view of a slice of it.
-
-        Raises:
-            RuntimeError: if a run that failed was to compute it.
-        """
+        """This rank's shard: the leaf, or a view of a slice of it. Raises RuntimeError if a run
+        that failed was to compute it."""
         leaf, part = self.leaf, self.slots.part
         if isinstance(leaf, LostTensor):  # callers compute without torch functions of classes
             raise leaf.error("all_gather")
@@ -386,23 +369,17 @@ class FSDPParam:
         """Return ``rank``'s shard of unsharded tensors, one for each original, on their device."""
         return self.packing.cut(unsharded, rank, by_rows=self.by_rows)
 
-    def to_unsharded(self, unsharded: Sequence[Tensor], *, idle: bool = False) -> None:
-        """Point the modules at unsharded tensors; call ``check_owners`` before.
+    def cut(self, full: Sequence[Tensor]) -> Tensor:
+        """Return this rank's shard of global tensors, as ``slice_of`` does of local ones."""
+        return self.slice_of(own_parts(full, self.originals), self.collectives.rank)
 
-        Args:
-            unsharded: one for each original.
-            idle: no forward is about to use them, so the tensors of another unit whose forward
-                runs take precedence.
-        """
+    def to_unsharded(self, unsharded: Sequence[Tensor], *, idle: bool = False) -> None:
+        """Point the modules at unsharded tensors, one for each original; call ``check_owners``
+        before. ``idle`` as for ``ParamSlots.show``."""
         self._unsharded = list(unsharded)
         for original, tensor in zip(self.originals, unsharded, strict=True):
             for owner in original.owners:
                 self.slots.show(owner, tensor, idle=idle)
-
-    @property
-    def waits_for_memory(self) -> bool:
-        """Whether a module holds the shard on the meta device."""
-        return any(tensor.is_meta for tensor in self.owned())
 
     def owned(self) -> list[Tensor]:
         """Return the parameters that the modules hold now."""
@@ -435,7 +412,7 @@ class FSDPParam:
         if self._unsharded:
             return
         if self._home is None:
-            as_expected = all(map(self.slots.is_held_by, self.owners))
+            as_expected = all(owner.holds(self.slots.held_by(owner)) for owner in self.owners)
         else:
             as_expected = ModuleAttr(self._home, self.key).holds(self.leaf)
         if not as_expected:
@@ -486,23 +463,17 @@ def _own_rank(placement: TensorPlacement) -> int:
 # ---------------------------------------------------------------- modules that lack a parameter
 
 
-def name_in_state_dicts(owner: ModuleAttr, shape: torch.Size, dtype: torch.dtype) -> None:
+def name_in_state_dicts(original: OriginalParam, dtype: torch.dtype) -> None:
     """Let the state dict of a module alone, inside a unit, name a parameter that was flattened, by
     a tensor on the meta device: PEFT asks each module for its names, and looks up the values in the
     full state dict. ``drop_names`` removes them from state dicts of units."""
-    hook = partial(_add_name, name=owner.attribute, shape=shape, dtype=dtype)
-    owner.module.register_state_dict_post_hook(hook)
+    for owner in original.owners:
+        hook = partial(_add_name, owner.attribute, original.whole_shape, dtype)
+        owner.module.register_state_dict_post_hook(hook)
 
 
 def _add_name(
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    *,
-    name: str,
-    shape: torch.Size,
-    dtype: torch.dtype,
+    name: str, shape: torch.Size, dtype: torch.dtype, module: Any, state: Any, prefix: str, _: Any
 ) -> None:
     if prefix + name not in state:
         state[prefix + name] = named = torch.empty(shape, dtype=dtype, device="meta")
@@ -531,7 +502,7 @@ class _ExtraRepr:
             return type(module).extra_repr(module)
         finally:
             for owner, _ in absent:
-                owner.remove()
+                owner.point_at(None)
 
 
 def print_without(original: OriginalParam) -> None:
@@ -562,28 +533,8 @@ def held_bytes(param: Tensor) -> int:
 # Keys are tensors of one rank's model, so that ranks that are threads of one process share no
 # entry.
 _param_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_group_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _unsharded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _with_grads: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-class _Gather(Protocol):
-    def as_stored(self, params: Any, shards: Sequence[Tensor]) -> list[Tensor]: ...
-
-
-class KnownGroup(Protocol):
-    """The part of ``FSDPParamGroup`` used here; importing the class would be circular."""
-
-    @property
-    def collectives(self) -> Collectives: ...
-    def collectives_of(self, param: Any) -> Collectives: ...
-    def mesh_of(self, param: Any) -> Mesh: ...
-    @property
-    def gather(self) -> _Gather: ...
-    @property
-    def has_unreduced(self) -> bool: ...
-    @property
-    def steps_in_backward(self) -> bool: ...
 
 
 def remember(param: FSDPParam, tensors: Iterable[Tensor]) -> None:
@@ -598,17 +549,10 @@ def known_shard(tensor: Tensor) -> FSDPParam | None:
     return reference() if reference is not None else None
 
 
-def remember_group(group: KnownGroup, shards: Iterable[Tensor]) -> None:
-    """Register ``group`` as the one that gathers ``shards``, unless another unit's group does."""
-    for shard in shards:
-        if known_group(shard) is None:
-            _group_of[shard] = weakref.ref(group)
-
-
-def known_group(shard: Tensor) -> KnownGroup | None:
-    """Return the group that gathers ``shard``, or None."""
-    reference = _group_of.get(shard)
-    return reference() if reference is not None else None
+def known_group(shard: Tensor) -> Any:
+    """Return the ``FSDPParamGroup`` that gathers ``shard``, or None."""
+    param = known_shard(shard)
+    return None if param is None else param.group()
 
 
 def owners_of_grads(grads: Sequence[Tensor]) -> list[Tensor]:
@@ -616,12 +560,10 @@ def owners_of_grads(grads: Sequence[Tensor]) -> list[Tensor]:
     tensor itself."""
     # Looked up only here, so that accumulating gradients costs nothing. list() of a dict is atomic:
     # other threads may add to it.
-    live = [reference() for reference in list(_group_of.data)]
-    owners = {
-        id(param.grad): param
-        for param in [*(each for each in live if each is not None), *placed_params()]
-        if param.grad is not None
-    }
+    live = [reference() for reference in list(_param_of.data)]
+    shards = [each for each in live if getattr(each, "_is_sharded", False)]
+    params = [*shards, *placed_params()]
+    owners = {id(param.grad): param for param in params if param.grad is not None}
     return [owners.get(id(grad), grad) for grad in grads]
 
 

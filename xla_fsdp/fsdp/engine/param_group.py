@@ -11,9 +11,9 @@ the modules hold shards again, so that its memory is freed, unless the user hold
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,37 +23,25 @@ from xla_fsdp.distributed.mesh import SHARD, Mesh, mesh_of
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.engine.config import FSDPConfig
-from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, is_first, remember, remember_group
+from xla_fsdp.fsdp.engine.param import FSDPParam, OriginalParam, WeakRef, is_first, remember
 from xla_fsdp.fsdp.engine.param_guards import Reads, name_of, read_by, without_values
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
 from xla_fsdp.fsdp.engine.unit_collectives import AllGather, ReducedBuckets, ReduceScatter
 from xla_fsdp.xla import ops
 
 
-@dataclass(frozen=True)
-class Unsharded:
-    """Gathered parameters.
+class Unsharded(NamedTuple):
+    """Gathered parameters."""
 
-    Args:
-        params: one for each original parameter, in the compute dtype.
-        post_forward_shards: the larger shards that backward gathers from; may be empty.
-    """
-
-    params: list[Tensor]
-    post_forward_shards: list[Tensor] = field(default_factory=list)
+    params: list[Tensor]  # one for each original parameter, in the compute dtype
+    post_forward_shards: Sequence[Tensor] = ()  # the larger shards that backward gathers from
 
 
-@dataclass(frozen=True)
-class Reduced:
-    """Reduced gradients of a unit.
+class Reduced(NamedTuple):
+    """Reduced gradients of a unit."""
 
-    Args:
-        grads: of the shards.
-        sums: the reduced buckets that they are computed from, one for each collective.
-    """
-
-    grads: list[Tensor | None]
-    sums: list[Tensor]
+    grads: list[Tensor | None]  # of the shards
+    sums: list[Tensor]  # the buckets that they are computed from, one for each collective
 
 
 class FSDPParamGroup:
@@ -63,7 +51,7 @@ class FSDPParamGroup:
         params: in the order of the module's parameters.
         collectives: communication among the ranks that share them.
         config: dtypes and bucket sizes.
-        replicas: communication among the ranks that hold the same shards (default: no others).
+        replicas: communication among the ranks that hold the same shards.
         smaller: groups of ranks that share larger shards between forward and backward.
 
     Attributes:
@@ -73,7 +61,7 @@ class FSDPParamGroup:
         unsharded: the parameters that the modules hold, if they do not hold shards.
         unsharded_versions: versions of the shards from which ``unsharded`` was gathered.
         all_reduces: whether gradients are summed over replicas.
-        stepper: steps the shards in backward and drops their gradients.
+        stepper: the ``StepInBackward`` that steps the shards and drops their gradients.
         at_unshard: called with the group whenever its modules hold other unsharded parameters.
     """
 
@@ -95,25 +83,19 @@ class FSDPParamGroup:
         self.unsharded: Sequence[Tensor] = ()
         self.unsharded_versions: Sequence[int] = ()
         self.all_reduces = True
-        self.stepper: Stepper | None = None
+        self.stepper: Any = None
         self.at_unshard: list[Callable[[FSDPParamGroup], None]] = []
         self._mesh = config.mesh
         self._revokes = False  # whether ``unsharded`` become ``ReshardedParam``s
-        self._prefetched: Unsharded | None = None
-        self._prefetched_versions: Sequence[int] = ()
+        self._prefetched: tuple[Sequence[int], Unsharded] | None = None  # with versions of shards
         self._unreduced: dict[int, Tensor] = {}  # unsharded gradients, by original parameter
         self._not_all_reduced: ReducedBuckets = {}  # reduce-scattered, not summed over replicas
-        remember_group(self, self.leaves)
+        for param in self.params:
+            param.group = WeakRef(self)
 
     def __repr__(self) -> str:
         held = f"{len(self.params)} parameters of {self.collectives.num_shards} ranks"
         return f"{type(self).__name__}({self.log.unit}: {held})"
-
-    def set_name(self, unit: str) -> None:
-        """Note the name of the unit, for logs and errors."""
-        self.log.unit = unit
-        for param in self.params:
-            param.unit = unit
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "stepper": None}  # it steps the original's shards, not the copy's
@@ -124,7 +106,6 @@ class FSDPParamGroup:
             # A stack is registered once, for its first slice.
             if param.slots.part is None or param.slots.part.number == 0:
                 remember(param, [param.leaf])
-                remember_group(self, [param.leaf])
 
     def replay_facts(self) -> tuple[Any, ...]:
         """Return what a traced step depends on besides tensors."""
@@ -178,15 +159,6 @@ class FSDPParamGroup:
         num_ranks = self.collectives.num_shards
         return self._mesh or mesh_of(list(range(num_ranks)), (num_ranks,), (SHARD,))
 
-    def collectives_of(self, param: FSDPParam) -> Collectives:
-        """Return communication among the ranks that share one of the parameters."""
-        return self.collectives.of(param.is_expert)
-
-    def mesh_of(self, param: FSDPParam) -> Mesh:
-        """Return the mesh of the ranks that share one of the parameters."""
-        placement = param.originals[0].placement
-        return self.mesh.without(placement.mesh) if param.is_expert and placement else self.mesh
-
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first of all that hold these parameters."""
@@ -208,17 +180,13 @@ class FSDPParamGroup:
         idle: bool = False,
         revokes: bool = True,
     ) -> None:
-        """Point the modules at unsharded parameters.
+        """Point the modules at unsharded parameters, one for each original.
 
         Args:
-            unsharded: one for each original parameter.
-            versions: versions of the shards from which they were gathered (default: the current
-                ones).
-            idle: no forward is about to use them, so the tensors of another unit whose forward
-                runs take precedence.
+            unsharded: the parameters.
+            versions: of the shards that they were gathered from (default: the current ones).
+            idle: as for ``ParamSlots.show``.
             revokes: whether who still holds them after ``to_sharded`` holds ``ReshardedParam``s.
-                Not after a forward, whose outputs are still to come and may be parameters, and not
-                leaves that belong to the user.
 
         Raises:
             ValueError: if a parameter was replaced after wrapping.
@@ -244,66 +212,50 @@ class FSDPParamGroup:
         for param in self.params:
             param.to_sharded()
         if self._revokes:
-            Reshard(self, self.unsharded_versions, freed=False).take_all(self.unsharded)
+            Reshard(self, self.unsharded_versions, freed=False).take(self.unsharded)
         self.unsharded = ()
 
     # ------------------------------------------------------------ all-gather
 
     def unshard(
-        self, before: Sequence[Tensor], *, again: bool, to_post_forward_shards: bool
+        self,
+        before: Sequence[Tensor],
+        *,
+        larger: bool = False,
+        from_larger: Sequence[Tensor] = (),
     ) -> Unsharded:
-        """Gather the parameters.
+        """Return the parameters for a forward or backward: copies of those that the modules hold at
+        the user's request, or prefetched ones, if no shard has changed since; else gather them.
 
         Args:
             before: tensors to be computed first.
-            again: whether the program has gathered the same shards already.
-            to_post_forward_shards: gather larger shards first, and the parameters from these.
-        """
-        if not to_post_forward_shards:
-            return Unsharded(self.gather.unshard(before, again=again))
-        larger = self.gather.gather_larger(before, again=again)
-        return Unsharded(self.gather.unshard_larger(larger), larger)
-
-    def unshard_again(
-        self, before: Sequence[Tensor], post_forward_shards: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Gather the parameters for backward once ``before`` are computed, from
-        ``post_forward_shards`` unless that is empty."""
-        if not post_forward_shards:
-            return self.gather.unshard(before, again=True)
-        own = [tensor.detach().clone() for tensor in post_forward_shards]
-        return self.gather.unshard_larger(ops.barrier_after_(before, own))
-
-    def copies(self) -> list[Tensor]:
-        """Return copies of the parameters that the modules hold."""
-        return [tensor.detach().clone() for tensor in self.unsharded]
-
-    def prefetch(self, before: Sequence[Tensor], *, again: bool, larger: bool) -> None:
-        """Gather the parameters for the next forward or backward, unless that was done already.
-
-        Args:
-            before: tensors to be computed first.
-            again: whether the program has gathered the same shards already.
             larger: gather larger shards first, and the parameters from these.
+            from_larger: larger shards to gather from.
         """
-        if self.unsharded or not self.params:
-            return
-        if not self.has_prefetched:
-            with torch.no_grad():
-                self._prefetched = self.unshard(before, again=again, to_post_forward_shards=larger)
-            self._prefetched_versions = self.versions
+        if self.unsharded and self.unsharded_versions == self.versions:
+            return Unsharded([tensor.detach().clone() for tensor in self.unsharded])
+        if found := self.take_prefetched():
+            return found
+        if from_larger:
+            own = [tensor.detach().clone() for tensor in from_larger]
+            return Unsharded(self.gather.unshard_larger(ops.barrier_after_(before, own)))
+        if not larger:
+            return Unsharded(self.gather.unshard(before))
+        shards = self.gather.gather_larger(before)
+        return Unsharded(self.gather.unshard_larger(shards), shards)
 
-    @property
-    def has_prefetched(self) -> bool:
-        """Whether there are prefetched parameters, and no shard has changed since."""
-        return self._prefetched is not None and self._prefetched_versions == self.versions
+    def prefetch(self, before: Sequence[Tensor], *, larger: bool) -> None:
+        """Gather the parameters for the next forward or backward, unless that was done already;
+        arguments as for ``unshard``."""
+        if self.params and not self.unsharded:
+            with torch.no_grad():
+                self._prefetched = self.versions, self.unshard(before, larger=larger)
 
     def take_prefetched(self) -> Unsharded | None:
         """Remove and return the prefetched parameters; None if there are none, or if a shard has
         changed since."""
-        found = self._prefetched if self.has_prefetched else None
-        self._prefetched = None
-        return found
+        found, self._prefetched = self._prefetched, None
+        return found[1] if found is not None and found[0] == self.versions else None
 
     # ------------------------------------------------------------ gradients
 
@@ -319,10 +271,9 @@ class FSDPParamGroup:
         """Return averaged gradients of the shards, with unreduced gradients of earlier passes; None
         while ``waits_for_replicas``, which a later call will sum over.
 
-        A parameter gets None if no original of it has a gradient, as in an unsharded model.
-
         Args:
-            grads: unsharded gradients, one for each original parameter.
+            grads: unsharded, one for each original parameter. A parameter gets None if no original
+                of it has a gradient, as in an unsharded model.
             early: gradients of other parameters that were reduce-scattered before.
         """
         reduction, waits = self.reduction, self.waits_for_replicas
@@ -341,13 +292,8 @@ class FSDPParamGroup:
         return self.reduction.finish(self.reduction.sum_replicas(self.reduction.scatter(given)))
 
     def unsharded_grads(self, shards: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gather gradients with respect to results of ``mean``, the backward of that.
-
-        Args:
-            shards: one for each parameter.
-
-        Returns:
-            One for each original parameter.
+        """Gather gradients with respect to results of ``mean``, the backward of that: of each
+        parameter to each original.
 
         Raises:
             RuntimeError: if a hook of the user computes means.
@@ -358,12 +304,9 @@ class FSDPParamGroup:
                 f"again, and a hook (register_comm_hook, set_all_reduce_hook) has reduced them, "
                 f"whose derivative is not known. Remove the hook"
             )
-        pairs = [
-            (param, shard)
-            for param, shard in zip(self.params, shards, strict=True)
-            if shard is not None
-        ]
-        full = iter(self.gather.as_stored([p for p, _ in pairs], [shard for _, shard in pairs]))
+        found = {at: shard for at, shard in enumerate(shards) if shard is not None}
+        params = [self.params[at] for at in found]
+        full = iter(self.gather.as_stored(params, [*found.values()]))
         return [
             None if shard is None else next(full)
             for param, shard in zip(self.params, shards, strict=True)
@@ -406,18 +349,16 @@ class FSDPParamGroup:
 
 @dataclass(frozen=True)
 class NamedShard:
-    """A sharded parameter, its group, and the names of its unit's modules in a model, which are
-    those before wrapping.
+    """A sharded parameter, and the names of its unit's modules in a model, which are those before
+    wrapping."""
 
-    Args:
-        prefixes: for each module of the unit, its names; empty if it is not in the model.
-        param: the parameter.
-        group: gathers the parameter.
-    """
-
-    prefixes: tuple[Sequence[str], ...]
+    prefixes: tuple[Sequence[str], ...]  # names of each module of the unit that is in the model
     param: FSDPParam
-    group: FSDPParamGroup
+
+    @property
+    def group(self) -> FSDPParamGroup:
+        """Gathers the parameter."""
+        return self.param.group()
 
     @property
     def key(self) -> str:
@@ -434,7 +375,7 @@ class NamedShard:
     @property
     def rank(self) -> int:
         """Rank of this process among those that share the parameter."""
-        return self.group.collectives_of(self.param).rank
+        return self.param.collectives.rank
 
     def is_of(self, rank: int) -> bool:
         """Return whether this process is ``rank`` in the first replica and the first of its
@@ -442,11 +383,6 @@ class NamedShard:
         return (
             self.rank == rank and self.group.replicas.rank == 0 and is_first(self.param.originals)
         )
-
-    @property
-    def is_reachable(self) -> bool:
-        """Whether every original has a name in the model."""
-        return all(self.names_of(original) for original in self.param.originals)
 
     def names_of(self, original: OriginalParam) -> list[str]:
         """Return every name of an original, the canonical one first."""
@@ -462,42 +398,35 @@ class NamedShard:
 
 
 class Reshard:
-    """One time at which the modules of a unit let go of unsharded parameters.
-
-    Args:
-        group: their group; referenced weakly.
-        versions: of the shards that the parameters were gathered from.
-        freed: whether the parameters have lost their values.
-    """
+    """One time at which the modules of a unit let go of unsharded parameters, gathered from shards
+    of these ``versions``; ``freed`` if the parameters have lost their values."""
 
     def __init__(self, group: FSDPParamGroup, versions: Sequence[int], *, freed: bool) -> None:
         self._group = weakref.ref(group)
         self._versions = versions
         self._freed = freed
 
-    def take(self, tensor: Tensor, index: int, *, is_view: bool = False) -> None:
-        """Turn original parameter ``index``, or a view of it, into a ``ReshardedParam``."""
-        handle: Any = tensor
-        handle._reshard, handle._index, handle._views = self, index, is_view
-        handle.__class__ = ReshardedParam
+    def take(self, unsharded: Sequence[Tensor], views: Iterable[tuple[int, Tensor]] = ()) -> None:
+        """Turn all original parameters of the group, and views of them by their numbers, into
+        ``ReshardedParam``s."""
+        pairs = [(*pair, False) for pair in enumerate(unsharded)]
+        for index, tensor, is_view in (*pairs, *((*pair, True) for pair in views)):
+            handle: Any = tensor
+            handle._reshard, handle._index, handle._views = self, index, is_view
+            handle.__class__ = ReshardedParam
 
-    def take_all(self, unsharded: Sequence[Tensor]) -> None:
-        """Turn all original parameters of the group into ``ReshardedParam``s."""
-        for index, tensor in enumerate(unsharded):
-            self.take(tensor, index)
-
-    def base_of(self, handle: ReshardedParam, func: Any) -> Tensor | None:
-        """Return the parameter that the modules hold now in the place of ``handle``; None if they
-        hold shards, and the values of ``handle`` are still those of the shards.
+    def now(self, handle: ReshardedParam, func: Any) -> Tensor:
+        """Return what ``func`` computes with: the parameter that the modules hold now in the place
+        of ``handle``; itself if they hold shards, and its values are still those of the shards.
 
         Raises:
             RuntimeError: if these values are gone.
         """
         group = self._group()
         if group is not None and group.unsharded:
-            return group.unsharded[handle._index]
+            return handle._like(group.unsharded[handle._index])
         if group is not None and not self._freed and group.versions == self._versions:
-            return None
+            return handle
         raise RuntimeError(
             f"{self.name(handle._index)} was used (by {name_of(func)}) while its FSDP unit is "
             f"sharded, so its full values are not there: they are in the unit's own forward and "
@@ -542,16 +471,10 @@ class ReshardedParam(Tensor):
         reads = read_by(func, args, cls)
         with torch._C.DisableTorchFunctionSubclass():
             if reads is Reads.VALUES:
-                found = _replaced(args, kwargs, lambda each: each._current(func))
+                args, kwargs = _replaced(args, kwargs, lambda each: each._reshard.now(each, func))
             elif reads is Reads.SHAPE:
-                found = _replaced(args, kwargs, lambda each: each._reshard.shape_of(each))
-            else:
-                found = args, kwargs or {}
-            return func(*found[0], **found[1])
-
-    def _current(self, func: Any) -> Tensor:
-        base = self._reshard.base_of(self, func)
-        return self if base is None else self._like(base)
+                args, kwargs = _replaced(args, kwargs, lambda each: each._reshard.shape_of(each))
+            return func(*args, **(kwargs or {}))
 
     def _like(self, base: Tensor) -> Tensor:
         # The strides of an XLA tensor do not describe its views; the recorded view ops do.
@@ -569,47 +492,6 @@ def _replaced(args: Any, kwargs: Any, fn: Callable[[ReshardedParam], Tensor]) ->
     return map_tensors(
         lambda each: fn(each) if isinstance(each, ReshardedParam) else each, (args, kwargs or {})
     )
-
-
-# ---------------------------------------------------------------- stepping in backward
-
-
-class SliceSteps(Protocol):
-    """One optimizer step on some stacks, slice by slice inside a loop."""
-
-    @property
-    def kept(self) -> list[list[Tensor]]:
-        """For each stack, the stack and the optimizer states of its shape."""
-        ...
-
-    def new_slices(self, grads: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Tensor]:
-        """Return the new values of ``slices``.
-
-        Args:
-            grads: gradients of a slice of each stack.
-            slices: a slice of each tensor in ``kept``, in that order.
-
-        Raises:
-            CannotSliceError: if the step would create a new optimizer state.
-        """
-        ...
-
-    def take(self, stacks: Sequence[Tensor]) -> None:
-        """Finish the step with the new values of all tensors in ``kept``, in that order."""
-        ...
-
-
-class Stepper(Protocol):
-    """Steps shards during backward; ``optim.in_backward`` implements it."""
-
-    def slice_steps(self, stacks: Sequence[Tensor]) -> SliceSteps | None:
-        """Return how to step ``stacks`` slice by slice; None if that is impossible (now)."""
-        ...
-
-    def refuse_losses_of_others(self, inputs: Sequence[Tensor]) -> None:
-        """Raise RuntimeError if a model's ``inputs`` were computed from parameters of another
-        model, whose loss would step this one, too."""
-        ...
 
 
 class CannotSliceError(Exception):

@@ -16,7 +16,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,22 +25,6 @@ from torch.autograd import Variable
 from xla_fsdp.distributed.packing import Bucket
 from xla_fsdp.fsdp.engine.thread import current_pass, this_thread
 from xla_fsdp.xla import ops
-
-
-class Unit(Protocol):
-    """The part of ``FSDPState`` used here."""
-
-    def end_pass(self) -> None: ...
-    def reduce_unreduced(self) -> None: ...
-    def problems(self) -> list[str]: ...
-
-
-class Deferred(Protocol):
-    """Forwards that were called and have not run, such as those of blocks of a loop."""
-
-    def finish(self) -> None: ...
-    def drop(self) -> None: ...
-
 
 # ---------------------------------------------------------------- the schedule
 
@@ -58,32 +42,31 @@ class Dummies:
 
     def like(self, tensor: Tensor) -> Tensor:
         """Return the data for ``tensor``."""
+        dtype, shape = tensor.dtype, (3, 5, 7, 11)
+        value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
         if tensor.is_inference():  # not kept, as code that replaces live tensors expects none
             with torch.inference_mode():
-                return self._made(tensor.dtype, self._device)
-        if tensor.dtype not in self._tensors:
+                return torch.full(shape, value, dtype=dtype, device=self._device)
+        if dtype not in self._tensors:
             # Not computed by a program: that of the first step would return it, and so be another
             # one than that of the second.
-            self._tensors[tensor.dtype] = ops.upload(self._made(tensor.dtype, "cpu"), self._device)
-        return self._tensors[tensor.dtype]
-
-    def _made(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-        return torch.full((3, 5, 7, 11), value, dtype=dtype, device=device)
+            made = torch.full(shape, value, dtype=dtype)
+            self._tensors[dtype] = ops.upload(made, self._device)
+        return self._tensors[dtype]
 
 
 class Schedule:
-    """Shared by all units of one model; the root unit creates it.
+    """Shared by all units of one model, ``FSDPState``s; it is the root's.
 
     Args:
         device: this rank's XLA device.
         sync_on_end: run the traced program when a backward pass ends.
 
     Attributes:
-        dummies: the data of parameters that units have freed.
         is_last: False if more backward passes follow before the optimizer step; the first gather
             of the next pass then waits for what is unfinished at the end of this one.
-        deferred: what is to run before the forward of a unit ends, if it has not run by then.
+        deferred: what is to run before the forward of a unit ends, if it has not run by then, such
+            as blocks of a loop: has ``finish()`` and ``drop()``.
         unreduced: units with gradients left by ``no_sync``.
         to_check: units that have changed since the last pass; None without ``XLA_FSDP_CHECK=1``,
             which asserts what holds between two passes when one ends.
@@ -92,7 +75,7 @@ class Schedule:
     def __init__(self, device: torch.device, *, sync_on_end: bool = False) -> None:
         self.dummies = Dummies(device)
         self.is_last = True
-        self.deferred: list[Deferred] = []
+        self.deferred: list[Any] = []
         # A list, not a set: all ranks must reduce in the same order.
         self.unreduced: list[Any] = []
         self._sync_on_end = sync_on_end
@@ -105,9 +88,9 @@ class Schedule:
         self._passes: set[int] = set()
         # The units that hold parameters: for a backward pass, by its number; -1 for a forward or
         # backward that may never run.
-        self._holding: dict[Unit, int] = {}
+        self._holding: dict[Any, int] = {}
         checks = os.environ.get("XLA_FSDP_CHECK") == "1"
-        self.to_check: dict[weakref.ref[Unit], None] | None = {} if checks else None
+        self.to_check: dict[weakref.ref[Any], None] | None = {} if checks else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "to_check": None if self.to_check is None else {}}
@@ -126,14 +109,11 @@ class Schedule:
 
     def before_gather(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that a gather must wait for: what the unit before computes with, or
-        ``inputs`` if there is none.
+        if there is none the ``inputs`` of what uses the gathered parameters.
 
         A gather then overlaps with the computation of the unit before, and at most two units'
         parameters are in memory at once. Without it XLA may start all gathers at once, or merge the
         backward's gather with the forward's and hold the unsharded parameters in between.
-
-        Args:
-            inputs: of the computation that uses the gathered parameters.
         """
         backward = current_pass() != -1
         now = [*inputs, *self._take_unfinished()] if backward else [*inputs]
@@ -173,22 +153,22 @@ class Schedule:
             self._passes.add(number)
             Variable._execution_engine.queue_callback(partial(self._end, number))
 
-    def hold_for_pass(self, unit: Unit) -> None:
+    def hold_for_pass(self, unit: Any) -> None:
         """Let ``unit`` free its parameters when the current backward pass ends."""
         self.ensure_end_of_pass_callback()
         self._holding[unit] = current_pass()
 
-    def hold_for_next(self, unit: Unit) -> None:
+    def hold_for_next(self, unit: Any) -> None:
         """Let ``unit`` free its parameters when the root's forward or the outermost backward pass
         ends, unless ``use`` comes first."""
         self._holding.setdefault(unit, -1)
 
-    def use(self, unit: Unit) -> None:
+    def use(self, unit: Any) -> None:
         """Undo ``hold_for_next``, because the unit runs now."""
         if self._holding.get(unit) == -1:
             del self._holding[unit]
 
-    def end_hold(self, unit: Unit) -> bool:
+    def end_hold(self, unit: Any) -> bool:
         """Undo ``hold_for_pass``; return whether the current pass had called that."""
         return self._holding.get(unit) == current_pass() and self._holding.pop(unit) is not None
 
@@ -243,7 +223,7 @@ class Schedule:
         """Drop what backward has stored; as live tensors it would become outputs of programs."""
         self._last[True], self._unfinished = [], []
 
-    def _check(self, units: Sequence[Unit]) -> None:
+    def _check(self, units: Sequence[Any]) -> None:
         stored = [*self._last[True], *self._unfinished]
         problems = [f"the schedule keeps {len(stored)} tensors"] * bool(stored and self.is_last)
         problems += [f"{unit} waits for another end" for unit in self._holding]
@@ -281,13 +261,8 @@ class ScheduleLog:
             self.unit = before
 
     def sends(self, what: str, sent: Mapping[Bucket, Tensor], params: Sequence[Any] = ()) -> None:
-        """Tell of collectives, one for each bucket.
-
-        Args:
-            what: their name.
-            sent: the tensor that each is given.
-            params: the ``FSDPParam``s that the numbers of the buckets are of, if they are known.
-        """
+        """Tell of collectives by their name, each given what is sent of one bucket, whose numbers
+        are those of ``params``, if they are known."""
         if _log.isEnabledFor(logging.DEBUG):
             for bucket, tensor in sent.items():
                 names = [params[at].key for at in bucket.numbers if params] or ["a part"]

@@ -18,7 +18,7 @@ from xla_fsdp.distributed.packing import packing_of
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.distributed.pytree import map_tensors, tensors_in
 from xla_fsdp.distributed.shard_layout import layout_of
-from xla_fsdp.fsdp.engine.param import FSDPParam, KnownGroup, all_joined, known_group, known_shard
+from xla_fsdp.fsdp.engine.param import FSDPParam, all_joined, known_shard
 from xla_fsdp.fsdp.engine.param_guards import (
     COUNTS,
     Reads,
@@ -121,20 +121,21 @@ class ShardView:
     @property
     def device_mesh(self) -> Mesh:
         """The mesh that the parameter is sharded over; a tensor-parallel axis is its last one."""
-        param, group = param_and_group(self)
-        cut = _tensor_parallel_cut(param)
-        mesh = group.mesh_of(param)
-        return mesh if cut is None else Mesh((*mesh.axes, *cut[0].axes), mesh.layout)
+        param = param_of(self)
+        cut, mesh = param.originals[0].placement, param.mesh
+        if cut is None or cut.dim is None:
+            return mesh
+        return Mesh((*mesh.axes, *cut.mesh.axes), mesh.layout)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One for each axis of the mesh: ``Shard(dim)``, after ``Replicate()`` for replicas."""
         from torch.distributed.tensor import Replicate, Shard  # slow to import
 
-        param, group = param_and_group(self)
-        cut, own = _tensor_parallel_cut(param), Shard(param.packing.dim)
-        by_fsdp = (Replicate(), own) if group.mesh_of(param).ndim > 1 else (own,)
-        return by_fsdp if cut is None else (*by_fsdp, Shard(cut[1]))
+        param = param_of(self)
+        cut, own = param.originals[0].placement, Shard(param.packing.dim)
+        by_fsdp = (Replicate(), own) if param.mesh.ndim > 1 else (own,)
+        return by_fsdp if cut is None or cut.dim is None else (*by_fsdp, Shard(cut.dim))
 
     def complete(self) -> None:
         """Write values that wait to be written; ``UninitializedShard`` has some."""
@@ -217,8 +218,8 @@ class ShardParameter(ShardView, nn.Parameter):
 
 def gather_like(shard: Any, value: Tensor) -> Tensor:
     """Return the unsharded, global tensor of a ``value`` that is sharded like ``shard``."""
-    param, group = param_and_group(shard)
-    [full] = all_joined(group.gather.as_stored([param], [value]), param.originals)
+    param = param_of(shard)
+    [full] = all_joined(param.group().gather.as_stored([param], [value]), param.originals)
     return full
 
 
@@ -268,20 +269,12 @@ def _restored_shard(
     return shard
 
 
-def param_and_group(shard: Any) -> tuple[FSDPParam, KnownGroup]:
-    leaf = getattr(shard, "stands_for", shard)
-    param, group = known_shard(leaf), known_group(leaf)
-    if param is None or group is None:
+def param_of(shard: Any) -> FSDPParam:
+    """Return the parameter of a shard whose model lives."""
+    param = _param_behind(shard)
+    if param is None or param.group() is None:
         raise RuntimeError("this shard's model is gone, so who shares it is not known any more")
-    return param, group
-
-
-def _tensor_parallel_cut(param: FSDPParam) -> tuple[Mesh, int] | None:
-    """Return the mesh axis and dim along which tensor parallelism shards the parameter."""
-    placement = param.originals[0].placement
-    if placement is None or placement.dim is None:
-        return None
-    return placement.mesh, placement.dim
+    return param
 
 
 def _as_saved(result: Any, tensors: Iterable[Tensor], kind: type) -> Any:
@@ -304,11 +297,8 @@ _ELEMENTWISE = frozenset({"add", "sub", "mul", "div", "lerp", "copy", "clone", "
 
 
 def _computed_in_forward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a shard computed from shards element by element, as moving averages are.
-
-    Raises:
-        RuntimeError: if it is computed otherwise, or with gradients.
-    """
+    """Return a shard computed from shards element by element, as moving averages are; raise
+    RuntimeError if it is computed otherwise, or with gradients."""
     name, tensors = name_of(func), tensors_in((args, kwargs))
     shards = [each for each in tensors if isinstance(each, ShardView)]
     params = [_param_behind(each) for each in shards]
@@ -318,14 +308,12 @@ def _computed_in_forward(func: Any, args: Any, kwargs: Any) -> Any:
     elementwise = name.rstrip("_") in _ELEMENTWISE and not torch.is_grad_enabled()
     alike = len(shards) == len(tensors) and all(first.is_cut_like(each) for each in params)
     if name not in ("detach", "data") and not (elementwise and alike):
-        raise _used_in_forward(first, name)
+        raise ShardUsedError(first, name)
     result = func(*args, **kwargs)
     return result if isinstance(result, ShardView) else _view_of(shards[0], result)
 
 
 def _refuse_mixed(name: str, tensors: Iterable[Tensor]) -> None:
-    """Raise RuntimeError if one of ``tensors`` is a parameter of which ranks hold different
-    parts."""
     for tensor in tensors:
         param = _param_behind(tensor) if isinstance(tensor, ShardParameter) else None
         if param is not None and param.packing.layout.num_shards > 1:
@@ -389,7 +377,7 @@ def refuse_shard(shard: ShardView, use: str) -> None:
     returns; ``use`` says what was done with it."""
     param = _param_behind(shard)
     if param is not None:
-        raise _used_in_forward(param, use)
+        raise ShardUsedError(param, use)
 
 
 def _param_behind(shard: Any) -> FSDPParam | None:
@@ -397,28 +385,19 @@ def _param_behind(shard: Any) -> FSDPParam | None:
 
 
 class ShardUsedError(RuntimeError):
-    """A shard was used in a forward of which its unit is no part.
+    """The shard of ``param`` was used, by what ``name`` says, in a forward of which its unit is no
+    part."""
 
-    Args:
-        param: the shard's.
-        text: what was done, and what to do.
-    """
-
-    def __init__(self, param: FSDPParam, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, param: FSDPParam, name: str) -> None:
+        super().__init__(
+            f"the shard of {_names_of(param)} was used (by {name}) in a forward. Each rank holds "
+            f"another part of the parameter; it is full only in the forward of the FSDP unit that "
+            f"has it. Let that unit compute with it, in its forward or in a method registered by "
+            f"register_fsdp_forward_method; or move it to the outer unit, which reads it, by not "
+            f"making its module a unit; or, where no gradient is needed, read it inside "
+            f"summon_full_params"
+        )
         self.param = param
-
-
-def _used_in_forward(param: FSDPParam, name: str) -> RuntimeError:
-    return ShardUsedError(
-        param,
-        f"the shard of {_names_of(param)} was used (by {name}) in a forward. Each rank holds "
-        f"another part of the parameter; it is full only in the forward of the FSDP unit that has "
-        f"it. Let that unit compute with it, in its forward or in a method registered by "
-        f"register_fsdp_forward_method; or move it to the outer unit, which reads it, by not "
-        f"making its module a unit; or, where no gradient is needed, read it inside "
-        f"summon_full_params",
-    )
 
 
 def _names_of(param: FSDPParam) -> str:

@@ -24,9 +24,8 @@ from xla_fsdp.fsdp.engine.param import (
     held_shape,
     print_without,
     remember,
-    remember_group,
 )
-from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, NamedShard
+from xla_fsdp.fsdp.engine.param_group import NamedShard
 from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, gather_like
 from xla_fsdp.fsdp.engine.thread import package_code
 from xla_fsdp.xla import ops
@@ -68,13 +67,8 @@ class ShardStack(ShardParameter):
         return full
 
 
-def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
-    """Move the shards of one parameter of identical units into a stack.
-
-    Args:
-        params: the parameter in each unit, in the order of the units.
-        group: of the first unit.
-    """
+def stack_params(params: Sequence[FSDPParam]) -> None:
+    """Move the shards of one parameter of identical units, in their order, into a stack."""
     leaves = [param.leaf for param in params]
     shape = params[0].shard_shape
     stored = shape if len(shape) > 1 else params[0].packing.sent_shape
@@ -90,7 +84,6 @@ def stack_params(params: Sequence[FSDPParam], group: FSDPParamGroup) -> None:
             for owner in original.owners:
                 param.slots.refresh(owner)
     remember(params[0], [stack])
-    remember_group(group, [stack])
 
 
 def is_stack(tensor: Tensor) -> bool:
@@ -101,13 +94,12 @@ def is_stack(tensor: Tensor) -> bool:
 # ---------------------------------------------------------------- state dicts of models
 
 
-def slice_of(param: FSDPParam, group: FSDPParamGroup) -> Tensor:
+def slice_of(param: FSDPParam) -> Tensor:
     """Return the shard: the leaf, or a slice of it, for which ``known_shard`` returns ``param``."""
     if param.slots.part is None:
         return param.leaf
     shard = part_of(param.leaf, param.slots.part)
     remember(param, [shard])
-    remember_group(group, [shard])
     return shard
 
 
@@ -174,33 +166,23 @@ def _written_over(
     return copy if number is None else copy.clone()
 
 
-def put_stacked_shards(group: FSDPParamGroup, state: dict[str, Any], prefix: str) -> None:
-    """Put the shards of stacked parameters into a unit's state dict, in which torch has put the
-    stack for the first unit, and nothing for the others.
-
-    Args:
-        group: of the unit.
-        state: the state dict.
-        prefix: of the names of the unit's module in ``state``.
-    """
-    for param in group.params:
+def put_stacked_shards(params: Iterable[FSDPParam], state: dict[str, Any], prefix: str) -> None:
+    """Put the shards of stacked parameters into the state dict of their unit's module, with names
+    that begin with ``prefix``; torch has put the stack for the first unit, nothing for others."""
+    for param in params:
         if param.slots.part is not None:
-            shard = slice_of(param, group)
+            shard = slice_of(param)
             state.update((prefix + name, shard) for name in param.originals[0].names)
 
 
 def stack_loaded_shards(
     shards: Iterable[NamedShard], state: dict[str, Any], prefix: str, missing: list[str]
 ) -> None:
-    """Replace the shards of stacked units by stacks, in a state dict that is to be loaded.
+    """Replace the shards of stacked units by stacks, in a state dict that is to be loaded, with
+    shards of the right shapes under names that begin with ``prefix``; add missing names to
+    ``missing``, as torch reports them.
 
-    Args:
-        shards: of the module that loads it. Slices of their stacks that are in other modules, or
-            missing in ``state``, are not changed.
-        state: the state dict, with shards of the right shapes.
-        prefix: of the module's names in ``state``.
-        missing: list to which missing names are added, as torch reports them.
-    """
+    Slices of the stacks that are in other modules, or missing in ``state``, are not changed."""
     stacks: dict[ShardStack, list[NamedShard]] = defaultdict(list)
     for shard in shards:
         if shard.param.slots.part is not None:

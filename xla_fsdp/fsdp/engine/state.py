@@ -17,7 +17,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,12 +38,13 @@ from xla_fsdp.fsdp.engine.autograd import (
     connect,
     gather_again,
     reduce_early,
+    refuse_changed,
 )
-from xla_fsdp.fsdp.engine.config import FSDPConfig
+from xla_fsdp.fsdp.engine.config import FSDPConfig, FSDPSettings
 from xla_fsdp.fsdp.engine.inputs import Inputs, Outputs
 from xla_fsdp.fsdp.engine.param import register_unsharded_views
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup, Reshard
-from xla_fsdp.fsdp.engine.schedule import Schedule, ScheduleLog
+from xla_fsdp.fsdp.engine.schedule import Schedule
 from xla_fsdp.fsdp.engine.shard_tensor import ShardView, refuse_shard
 from xla_fsdp.fsdp.engine.thread import (
     backward_scopes,
@@ -67,86 +67,6 @@ from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import LoopCache
 
 
-class StateRef:
-    """A weak reference from one state to another; pickling and deep copies follow it.
-
-    Strong references would make cycles, so that parameters are freed only at the next garbage
-    collection.
-    """
-
-    def __init__(self, unit: FSDPState | None) -> None:
-        self._unit = None if unit is None else weakref.ref(unit)
-
-    def __call__(self) -> FSDPState | None:
-        return None if self._unit is None else self._unit()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StateRef, (self(),)
-
-
-@dataclass
-class FSDPSettings:
-    """Options that may change between steps; ``FSDPConfig`` has the initial ones.
-
-    Args:
-        reshard_after_forward: free unsharded parameters between forward and backward.
-        keeps_larger: between them, hold shards over smaller groups of ranks.
-        keeps_on_root: do not reshard after forward if the unit is a root.
-        reshard_after_backward: free unsharded parameters after backward.
-        unshard_in_backward: gather the parameters before backward.
-        sync_gradients: reduce gradients in backward.
-        is_last_backward: False if more backward passes follow before the optimizer step.
-        forward_prefetch: units to gather together with this one in forward.
-        backward_prefetch: units to gather together with this one in backward.
-        is_root: whether the unit is inside no other unit.
-    """
-
-    reshard_after_forward: bool
-    keeps_larger: bool
-    keeps_on_root: bool
-    reshard_after_backward: bool = True
-    unshard_in_backward: bool = True
-    sync_gradients: bool = True
-    is_last_backward: bool = True
-    forward_prefetch: Sequence[StateRef] = ()
-    backward_prefetch: Sequence[StateRef] = ()
-    is_root: bool = True
-
-    @property
-    def reshards_after_forward(self) -> bool:
-        """Whether unsharded parameters are freed between forward and backward."""
-        return self.reshard_after_forward and not (self.is_root and self.keeps_on_root)
-
-    @property
-    def keeps_larger_shards(self) -> bool:
-        """Whether backward gathers from larger shards."""
-        return self.keeps_larger and self.reshards_after_forward
-
-    @property
-    def gathers_in_backward(self) -> bool:
-        """Whether backward gathers from the shards."""
-        return self.reshards_after_forward and not self.keeps_larger
-
-
-@dataclass
-class ForwardPass:
-    """One forward of all modules of a unit, from the gather until the parameters are freed.
-
-    Args:
-        call: shared by the autograd nodes of the forward.
-        for_backward: tensors to save for backward: larger shards, unsharded parameters, or none.
-        saved: saved-tensor hooks of the forward.
-        running: numbers of the modules whose forward runs.
-        done: numbers of the modules whose forward has returned.
-    """
-
-    call: ForwardCall
-    for_backward: list[Tensor]
-    saved: SavedParams
-    running: set[int] = field(default_factory=set)
-    done: set[int] = field(default_factory=set)
-
-
 class FSDPState:
     """Runs the forward and backward of one unit with unsharded parameters.
 
@@ -154,12 +74,14 @@ class FSDPState:
         group: the unit's parameters; it may have none.
         config: the unit's options.
         device: this rank's XLA device.
-        parts: number of modules whose parameters are gathered and freed together.
+        parts: number of modules that share the unit.
 
     Attributes:
+        log: tells what the unit gathers, frees and reduces; has its name.
         state: what the modules hold.
         has_units: whether there are units inside of this one.
         settings: options that may change between steps.
+        schedule: shared with the other units of the model after ``join``.
         at_forward: called with the unit, the call and its saved parameters when a forward begins.
         loops: traced for the unit.
     """
@@ -168,6 +90,7 @@ class FSDPState:
         self, group: FSDPParamGroup, config: FSDPConfig, device: torch.device, parts: int = 1
     ) -> None:
         self.group = group
+        self.log = group.log
         self.config = config
         self.device = device
         self.parts = parts
@@ -178,10 +101,10 @@ class FSDPState:
             keeps_larger=group.smaller is not None,
             keeps_on_root=config.disable_reshard_on_root,
         )
-        self._schedule: Schedule | None = None
+        self.schedule = Schedule(device, sync_on_end=config.sync_on_finalization)
         self.state = UnitState.SHARDED
         self.has_units = False
-        self._forward: ForwardPass | None = None
+        self._forward: ForwardCall | None = None  # from the gather until the parameters are freed
         self._recomputing: set[int] = set()  # numbers of modules whose forward is recomputed
         self._history: deque[str] = deque(maxlen=20)  # of events, where they are checked
         self.at_forward: list[Callable[[FSDPState, ForwardCall, SavedParams], None]] = []
@@ -190,28 +113,10 @@ class FSDPState:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.log.unit}: {self.state.name}, {self.group!r})"
 
-    @property
-    def log(self) -> ScheduleLog:
-        """Tells what the unit gathers, frees and reduces; has its name."""
-        return self.group.log
-
-    @property
-    def schedule(self) -> Schedule:
-        """Shared with the other units of the model after ``join``."""
-        if self._schedule is None:  # not in the constructor: most units get that of their root
-            sync_on_end = self.config.sync_on_finalization
-            self._schedule = Schedule(self.device, sync_on_end=sync_on_end)
-        return self._schedule
-
-    def cleanup_failed_passes(self) -> None:
-        """Clean up after passes of the model that raised. Does nothing inside a backward pass."""
-        if self._schedule is not None:
-            self._schedule.cleanup_failed_passes()
-
     def join(self, root: FSDPState) -> None:
         """Share the schedule of ``root``, a unit around this one."""
         self.settings.is_root = False
-        self._schedule = root.schedule
+        self.schedule = root.schedule
         root.has_units = True
 
     def replay_facts(self) -> tuple[Any, ...]:
@@ -230,16 +135,8 @@ class FSDPState:
     def _on(
         self, event: Event, unsharded: Sequence[Tensor] = (), versions: Sequence[int] | None = None
     ) -> None:
-        """Do what ``TRANSITIONS`` says.
-
-        Args:
-            event: what happens.
-            unsharded: the parameters that the modules are to hold, if that follows.
-            versions: of the shards from which they were gathered (default: the current ones).
-
-        Raises:
-            RuntimeError: if the event cannot happen in the unit's state.
-        """
+        """Do what ``TRANSITIONS`` says. If the modules are then to hold parameters, these are
+        ``unsharded``, gathered from shards of these ``versions`` (default: the current ones)."""
         found = TRANSITIONS.get((self.state, event))
         if found is None:
             raise RuntimeError(f"a unit in state {self.state.name} cannot take {event.name}")
@@ -274,21 +171,14 @@ class FSDPState:
         self._on(Event.BACKWARD_DONE if frees else Event.BACKWARD_DONE_KEPT)
 
     def _free_forward(self) -> None:
-        current, self._forward = self._forward, None
-        if current is None:  # of a program of its own
+        call, self._forward = self._forward, None
+        if call is None:  # of a program of its own
             self.group.to_sharded()
             return
-        call = current.call
+        # The graph keeps the call.
+        saved, call.saved, call.for_backward = call.saved, None, ()
         self.group.to_sharded(kept=not call.reshards)
-        dummies = self.schedule.dummies if call.reshards else None
-        current.saved.reshard(self.group, call.versions, dummies)
-
-    @property
-    def _holds_current(self) -> bool:
-        """Whether the modules hold parameters unsharded at the user's request, and no shard has
-        changed since they were gathered."""
-        is_unsharded = self.state is UnitState.UNSHARDED
-        return is_unsharded and self.group.unsharded_versions == self.group.versions
+        saved.reshard(self.group, call.versions, self.schedule.dummies if call.reshards else None)
 
     def problems(self) -> list[str]:
         """Return what is wrong with the unit between two backward passes."""
@@ -310,39 +200,35 @@ class FSDPState:
 
     def prefetch(self, before: Sequence[Tensor] = ()) -> None:
         """Gather the parameters for the next forward or backward, once ``before`` are computed."""
-        self.group.prefetch(
-            before, again=current_pass() != -1, larger=self.settings.keeps_larger_shards
-        )
+        self.group.prefetch(before, larger=self.settings.keeps_larger_shards)
 
     def unshard(self) -> None:
         """Let the modules hold unsharded parameters until the next forward, backward or
         ``reshard``. Gradients of results computed with them reach the shards."""
-        self.cleanup_failed_passes()
+        self.schedule.cleanup_failed_passes()
         if self.state is UnitState.SHARDED and self.group.params:
-            self.prefetch()
-            found = self.group.take_prefetched()
-            call = self._new_call(recomputed=False)
-            self._on(Event.UNSHARD, connect(call, [] if found is None else found.params))
+            with torch.no_grad():
+                found = self.group.unshard([], larger=self.settings.keeps_larger_shards)
+            self._on(Event.UNSHARD, connect(ForwardCall(self), found.params))
 
     def reshard(self) -> None:
         """Undo ``unshard`` and ``prefetch``."""
         self._on(Event.RESHARD)
 
-    @contextlib.contextmanager
-    def summoned(self, unsharded: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Let the modules hold these leaf parameters inside the block, in place of shards, after a
-        clean-up of backward passes that raised.
-
-        Raises:
-            RuntimeError: during forward, backward, or another ``summoned`` block.
-        """
-        self.cleanup_failed_passes()
+    def require_shards(self) -> None:
+        """Undo ``unshard`` and ``prefetch``; raise RuntimeError if the parameters are in use."""
+        self.schedule.cleanup_failed_passes()
         self.reshard()
         if self.state is not UnitState.SHARDED:
             raise RuntimeError(
-                f"full parameters cannot be summoned while a unit is in state {self.state.name}; "
-                f"do it outside of forward, backward and other summon_full_params blocks"
+                f"the model holds full parameters, not shards (a unit is in state "
+                f"{self.state.name}): do this outside of forward, backward and summon_full_params"
             )
+
+    @contextlib.contextmanager
+    def summoned(self, unsharded: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Let the modules hold these leaf parameters inside the block, in place of shards."""
+        self.require_shards()
         with contextlib.ExitStack() as stack:
             self._on(Event.SUMMON, unsharded)
             stack.callback(self._on, Event.RELEASE)
@@ -363,25 +249,15 @@ class FSDPState:
         finally:
             self._on(Event.FORWARD_DONE)
             # Outside of its program a traced tensor has no value, and torch_xla aborts.
-            Reshard(self.group, self.group.versions, freed=True).take_all(unsharded)
+            Reshard(self.group, self.group.versions, freed=True).take(unsharded)
 
     # ------------------------------------------------------------ forward
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, part: int = 0) -> Any:
-        """Return ``forward(*args, **kwargs)``, computed with unsharded parameters.
-
-        Args:
-            forward: of one of the unit's modules.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            part: number of the module in the unit.
-
-        Raises:
-            ValueError: if the forward changed a parameter in place, or arguments as
-                ``Inputs.call`` refuses it.
-            RuntimeError: inside ``summoned``, or if a parameter is on the meta device.
-        """
-        if self._is_running(part):  # the module calls itself
+        """Return ``forward(*args, **kwargs)`` of the unit's module number ``part``, computed with
+        unsharded parameters."""
+        running_forward = () if self._forward is None else self._forward.running
+        if part in self._recomputing or part in running_forward:  # the module calls itself
             with forward_code():
                 return forward(*args, **kwargs)
         self.refuse_run()
@@ -389,17 +265,15 @@ class FSDPState:
             return self._run_in_transform(forward, args, kwargs)
         call = self._begin_call(part)
         inputs = Inputs(args, kwargs)
-        self._refuse_losses_of_others(call, inputs.sources)
+        if self.group.stepper is not None and not call.recomputed:
+            self.group.stepper.refuse_losses_of_others(self, inputs.sources)
         tied, before = self._tie_inputs(call, [self.cast_input(t) for t in inputs.sources])
         compute = self._recompute if call.recomputed else self._compute
         result = compute(call, part, before, partial(inputs.call, forward, tied))
-        self._end_call()
+        if self._forward is not None:
+            self.schedule.hold_for_next(self)
+        self.schedule.end_forward(of_root=self.settings.is_root and self._forward is None)
         return result
-
-    def _is_running(self, part: int) -> bool:
-        if part in self._recomputing:
-            return True
-        return self._forward is not None and part in self._forward.running
 
     def refuse_run(self) -> None:
         """Raise RuntimeError inside ``summoned``, or if a parameter is on the meta device."""
@@ -417,20 +291,9 @@ class FSDPState:
                 f"initialization or load_state_dict"
             )
 
-    def _refuse_losses_of_others(self, call: ForwardCall, inputs: Sequence[Tensor]) -> None:
-        stepper, settings = self.group.stepper, self.settings
-        if stepper is None or not (settings.is_root and settings.is_last_backward):
-            return
-        if torch.is_grad_enabled() and not call.recomputed:
-            stepper.refuse_losses_of_others(inputs)
-
     def cast_input(self, tensor: Tensor) -> Tensor:
         """Return an input in the dtype that the unit computes with. An outermost unit moves inputs
-        from host memory to its device.
-
-        Raises:
-            RuntimeError: if it is a shard.
-        """
+        from host memory to its device. Raises RuntimeError for a shard."""
         if isinstance(tensor, ShardView):
             refuse_shard(tensor, "passing it to a unit")
         if tensor.device.type == "cpu" and not this_thread.units:
@@ -443,76 +306,52 @@ class FSDPState:
         """Return an output in the dtype that the unit returns."""
         return _cast(tensor, self.config.output_dtype)
 
-    def _new_call(self, *, recomputed: bool) -> ForwardCall:
-        reshards = self.settings.reshards_after_forward
-        return ForwardCall(self, recomputed=recomputed, reshards=reshards)
-
     def _begin_call(self, part: int) -> ForwardCall:
         """Continue the forward pass if another of the unit's modules has begun it, or begin one."""
         if self._forward is not None and part in self._forward.done:
             self._on(Event.FORWARD_DONE)
-        schedule = self.schedule
-        schedule.use(self)
+        self.schedule.use(self)
         if self._forward is None:
-            schedule.cleanup_failed_passes()
+            self.schedule.cleanup_failed_passes()
         recomputed = current_pass() != -1
         if self._forward is not None and not recomputed:
-            return self._forward.call
-        return self._new_call(recomputed=recomputed)
-
-    def _end_call(self) -> None:
-        if self._forward is not None:
-            self.schedule.hold_for_next(self)
-        self.schedule.end_forward(of_root=self.settings.is_root and self._forward is None)
+            return self._forward
+        return ForwardCall(self, recomputed=recomputed)
 
     def _tie_inputs(
         self, call: ForwardCall, inputs: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the inputs, those on the device as outputs of a ``PostBackward`` node, and the
-        tensors that the next gather must wait for."""
+        """Return the inputs, those on the device as outputs of a ``PostBackward`` node, each
+        available only once all are, and the tensors that the next gather must wait for."""
         lazy = [tensor for tensor in inputs if tensor.device.type == "xla"]
+        ties = self.config.optimization_barrier_in_forward and not call.recomputed
         with torch.no_grad():
-            ready, before = self._ordered(lazy, recomputed=call.recomputed)
+            if call.recomputed:
+                before = self._before(lazy)
+            else:
+                before = self.schedule.before_gather(lazy) if ties else []
+                self._prefetch_others(before)
+            ready = ops.barrier(lazy) if ties else [tensor.clone() for tensor in lazy]
         tied = dict(zip(map(id, lazy), PostBackward.apply(call, ready, *lazy), strict=True))
         return [tied.get(id(tensor), tensor) for tensor in inputs], before
 
-    def _ordered(
-        self, inputs: list[Tensor], *, recomputed: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return new tensors equal to the inputs, each available only once all inputs are, and the
-        tensors that the next gather must wait for."""
-        if recomputed:
-            return [tensor.clone() for tensor in inputs], self._before(inputs)
-        if not self.config.optimization_barrier_in_forward:
-            _prefetch(self.settings.forward_prefetch, [])
-            return [tensor.clone() for tensor in inputs], []
-        before = self.schedule.before_gather(inputs)
-        _prefetch(self.settings.forward_prefetch, before)
-        return ops.barrier(inputs), before
-
     def _run_in_transform(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the forward inside a transform of ``torch.func``.
-
-        The transform sees the operations of the module only, on parameters that were gathered
-        outside of it: they are constants for it, and for autograd around it connected to the
-        shards. Autograd saves them whole, as transforms allow no hooks on what it saves.
-
-        Raises:
-            RuntimeError: in forward mode, on several CPU ranks.
-        """
+        """Run the forward inside a transform of ``torch.func``, on parameters that were gathered
+        outside of it: constants for it, and for autograd around it connected to the shards.
+        Autograd saves them whole, as transforms allow no hooks on what it saves."""
         if in_forward_mode() and ops.runtime().device_type() == "CPU" and ops.world_size() > 1:
             raise RuntimeError(
                 "an FSDP unit was called inside jvp, jacfwd or hessian of torch.func, which keep "
                 "their state per process, and CPU ranks are threads of one: they would mix their "
                 "tangents. Use jacrev, jacrev(jacrev(f)), one CPU rank, or TPU"
             )
-        self.cleanup_failed_passes()
+        self.schedule.cleanup_failed_passes()
         gathers = self.state in NEEDS_GATHER
         if gathers:
             with outside_transforms():
-                call = self._new_call(recomputed=False)
-                unsharded = connect(call, self._unshard_for_forward([])[0])
-                self._on(Event.FORWARD, unsharded, call.versions)
+                call = ForwardCall(self)
+                gathered = self.group.unshard([], larger=self.settings.keeps_larger_shards)
+                self._on(Event.FORWARD, connect(call, gathered.params), call.versions)
         try:
             args, kwargs = map_tensors(self.cast_input, (args, kwargs))
             with running(self):
@@ -527,86 +366,77 @@ class FSDPState:
         self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Outputs]
     ) -> Any:
         """Run the original forward, as opposed to ``_recompute``."""
-        current = self._forward
-        if current is None:
-            current = self._begin_forward(call, before)
+        if self._forward is None:
+            self._begin_forward(call, before)
         else:
             self._on(Event.FORWARD)
-        current.running.add(part)
+        saved, for_backward = call.saved, call.for_backward
+        call.running.add(part)
         try:
-            hooks = current.saved.hooks() if current.call.reshards else nullcontext()
-            with running(self), hooks:
+            with running(self), saved.hooks() if call.reshards else nullcontext():
                 outputs = forward()
                 self.schedule.end_deferred()
-            result = self._connect_outputs(call, outputs, current.saved, current.for_backward)
-            if changed := current.saved.changed_in_place():
-                raise self._changed_in_place(changed)
+            result = self._connect_outputs(call, outputs, saved, for_backward)
+            if changed := saved.changed_in_place():
+                names = ", ".join(self.group.originals[index].names[0] for index in changed)
+                raise ValueError(
+                    f"{names} was changed in place in the forward of its FSDP unit. The change "
+                    f"would be lost: full parameters are freed after the forward and gathered "
+                    f"again from the shards. Compute with a changed copy instead, or change it "
+                    f"outside the forward."
+                )
         except BaseException as error:
             self.schedule.end_deferred(has_raised=True)
-            if self._forward is current:
+            if self._forward is call:
                 self._on(Event.FORWARD_DONE)
             explain_hooks(error)
             raise
-        current.running.discard(part)
-        current.done.add(part)
-        if self._forward is current and len(current.done) == self.parts:
+        call.running.discard(part)
+        call.done.add(part)
+        if self._forward is call and len(call.done) == self.parts:
             self._on(Event.FORWARD_DONE)
-        elif self._forward is current and not current.running:
+        elif self._forward is call and not call.running:
             self._on(Event.MODULE_DONE)
         return result
 
-    def _begin_forward(self, call: ForwardCall, before: list[Tensor]) -> ForwardPass:
-        unsharded, larger = self._unshard_for_forward(before)
-        unsharded = connect(call, unsharded)
+    def _begin_forward(self, call: ForwardCall, before: list[Tensor]) -> None:
+        keeps_larger = call.reshards and self.settings.keeps_larger
+        gathered = self.group.unshard(before, larger=keeps_larger)
+        unsharded = connect(call, gathered.params)
         if self.settings.is_root and self.has_units:  # else ``Unshard`` runs at once
             for number in self.group.reduction.alone:
                 unsharded[number] = reduce_early(call, number, unsharded[number])
-        saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
+        call.saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
         self._on(Event.FORWARD, unsharded, call.versions)
         for begin in self.at_forward:
-            begin(self, call, saved)
-        for_backward = larger if call.reshards else unsharded
-        self._forward = ForwardPass(call, for_backward, saved)
-        return self._forward
-
-    def _unshard_for_forward(self, before: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return unsharded parameters, and the larger shards that backward gathers from, if any."""
-        group = self.group
-        again, larger = current_pass() != -1, self.settings.keeps_larger_shards
-        if self._holds_current:
-            return group.copies(), []
-        if found := group.take_prefetched():
-            return found.params, found.post_forward_shards
-        gathered = group.unshard(before, again=again, to_post_forward_shards=larger)
-        return gathered.params, gathered.post_forward_shards
+            begin(self, call, call.saved)
+        call.for_backward = gathered.post_forward_shards if call.reshards else unsharded
+        self._forward = call
 
     def _connect_outputs(
-        self, call: ForwardCall, outputs: Outputs, saved: SavedParams, for_backward: list[Tensor]
+        self, call: ForwardCall, outputs: Outputs, saved: SavedParams, kept: Sequence[Tensor]
     ) -> Any:
         """Return the result with the outputs in the output dtype, each on the device available only
-        once all are. Backward begins at them, with ``for_backward``."""
+        once all are. Backward begins at them, with what is ``kept`` for it."""
         for shard in [each for each in outputs.tensors if isinstance(each, ShardView)]:
             refuse_shard(shard, "returning it")
         found = [saved.own(tensor) for tensor in outputs.tensors]
         if self.config.optimization_barrier_in_forward:
             ops.barrier_([each for each in found if ops.is_pending(each)])
-        before_backward(partial(gather_again, call, list(for_backward)), found)
+        before_backward(partial(gather_again, call, list(kept)), found)
         return outputs.replaced(found, self.cast_output)
 
     @in_phase("recompute")
     def _recompute(
         self, call: ForwardCall, part: int, before: list[Tensor], forward: Callable[[], Outputs]
     ) -> Any:
-        """Recompute the forward for a checkpoint, inside a backward pass.
-
-        The modules hold the gathered parameters until the pass ends, so that the backward of the
-        unit needs no other gather.
-        """
+        """Recompute the forward for a checkpoint, inside a backward pass. The modules hold what is
+        gathered until the pass ends, so that the unit's backward needs no other gather."""
         group = self.group
         if self.state in NEEDS_GATHER:
-            self._unshard_until_end_of_pass(self._unshard_for_backward(before, []))
+            self._gather_for_backward(before)
         held, versions = group.unsharded, group.unsharded_versions
-        unsharded = connect(call, group.copies())
+        unsharded = connect(call, [tensor.detach().clone() for tensor in held])
         saved = SavedParams(unsharded, partial(self.unsharded_for_saved, call))
         group.to_unsharded(unsharded, versions=versions)
         self._recomputing.add(part)
@@ -620,58 +450,39 @@ class FSDPState:
             saved.reshard(group, versions, None)
         return self._connect_outputs(call, outputs, saved, [] if call.reshards else unsharded)
 
-    def _changed_in_place(self, changed: list[int]) -> ValueError:
-        names = ", ".join(self.group.originals[index].names[0] for index in changed)
-        return ValueError(
-            f"{names} was changed in place in the forward of its FSDP unit. The change would be "
-            f"lost: full parameters are freed after the forward and gathered again from the "
-            f"shards. Compute with a changed copy instead, or change it outside the forward."
-        )
-
     # ------------------------------------------------------------ backward
 
     def pre_backward(
         self, call: ForwardCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Gather the parameters once the gradients of the outputs, and what is unfinished, are
-        computed.
+        computed; return these gradients, each available only once all are.
 
         Args:
-            call: the forward call.
-            saved: the tensors that the forward saved for backward: unsharded parameters, larger
-                shards, or none.
+            call: the forward call. Raises RuntimeError if shards were changed since.
+            saved: for backward: unsharded parameters, larger shards, or none.
             grads: of the outputs.
-
-        Returns:
-            The gradients behind a barrier: each is available only once all are.
-
-        Raises:
-            RuntimeError: if shards were changed since the forward.
         """
-        settings = self.settings
         if call.reshards:
             refuse_changed(call.versions, self.group.versions)
         if self.state is UnitState.WAITING:
             self._on(Event.FORWARD_DONE)
-        unshards = settings.unshard_in_backward or not call.reshards
+        unshards = self.settings.unshard_in_backward or not call.reshards
         if self.state in NEEDS_GATHER and self.group.params and unshards:
             before = self._before([grad for grad in grads if grad is not None])
             if saved and not call.reshards:
                 self._hold_until_end_of_pass(list(saved), call.versions)
             else:
-                self._unshard_until_end_of_pass(self._unshard_for_backward(before, saved))
-            _prefetch(settings.backward_prefetch, before, in_backward=True)
+                self._gather_for_backward(before, saved)
+            self._prefetch_others(before, in_backward=True)
         ready = self._tie_grads(grads)
-        backward_scopes.enter(self, self.group.log.unit)
+        backward_scopes.enter(self, self.log.unit)
         return ready
 
     def unsharded_for_saved(self, call: ForwardCall) -> Sequence[Tensor]:
-        """Return the unsharded parameters in backward. Gathers them if ``pre_backward`` has not run
-        yet: backward may begin at a tensor inside the module, such as a loss stored on it.
-
-        Raises:
-            RuntimeError: if shards were changed since the forward ``call``.
-        """
+        """Return the unsharded parameters in backward, if the shards are those of ``call``. Gathers
+        them if ``pre_backward`` has not run yet: backward may begin at a tensor inside the module,
+        such as a loss stored on it."""
         self.ensure_unsharded()
         refuse_changed(call.versions, self.group.unsharded_versions)
         return self.group.unsharded
@@ -680,18 +491,17 @@ class FSDPState:
         """Gather the parameters for backward, unless the modules hold unsharded ones already."""
         if self.state is UnitState.SHARDED:
             with torch.no_grad():
-                before = self._before([])
-                self._unshard_until_end_of_pass(self._unshard_for_backward(before, []))
+                self._gather_for_backward(self._before([]))
 
     def reduce_early(self, call: ForwardCall, number: int, grad: Tensor) -> Tensor | None:
         """Reduce the gradient of original parameter ``number`` before those of the others, and
         return None; return ``grad`` if more is needed for it, such as later passes."""
         if not self.reduces_plainly:
             return grad
-        schedule, reduction = self.schedule, self.group.reduction
+        reduction = self.group.reduction
         found = reduction.scatter({number: grad}, [reduction.alone[number]])
         call.add_reduced_early(found)
-        schedule.finish_first(found.values())
+        self.schedule.finish_first(found.values())
         return None
 
     @property
@@ -715,12 +525,8 @@ class FSDPState:
     def reduce_grads(
         self, grads: Sequence[Tensor | None], early: ReducedBuckets | None = None
     ) -> list[Tensor | None]:
-        """Return the gradient of each shard; None for each while gradients are not synchronized.
-
-        Args:
-            grads: unsharded gradients, one for each original parameter.
-            early: gradients that ``reduce_early`` has reduced.
-        """
+        """Return the gradient of each shard, from that of each original parameter and those that
+        ``reduce_early`` has reduced; None for each while gradients are not synchronized."""
         schedule = self.schedule
         if not self.settings.sync_gradients:
             self.group.leave_unreduced(grads)
@@ -740,10 +546,9 @@ class FSDPState:
 
     def post_backward(self, call: ForwardCall) -> None:
         """Free the parameters, as all gradients of ``call`` are computed."""
-        schedule = self.schedule
         backward_scopes.leave(self)
         # Not in the inner pass of a reentrant checkpoint: the outer pass still needs them.
-        if schedule.end_hold(self) or call.recomputed:
+        if self.schedule.end_hold(self) or call.recomputed:
             self._end_backward()
 
     def reduce_unreduced(self) -> None:
@@ -756,27 +561,28 @@ class FSDPState:
                 if reduced := self.group.reduce([]):
                     self.group.accumulate(reduced.grads)
 
-    def _unshard_for_backward(
-        self, before: list[Tensor], post_forward_shards: Sequence[Tensor]
-    ) -> list[Tensor]:
-        group = self.group
-        if self._holds_current:
-            return group.copies()
-        if found := group.take_prefetched():
-            return found.params
-        return group.unshard_again(before, post_forward_shards)
-
-    def _unshard_until_end_of_pass(self, unsharded: list[Tensor]) -> None:
-        """Connect the gathered parameters to the shards, and let the modules hold them until the
-        backward pass ends."""
+    def _gather_for_backward(self, before: list[Tensor], larger: Sequence[Tensor] = ()) -> None:
+        """Gather the parameters, from ``larger`` shards if there are some, and let the modules hold
+        them until the backward pass ends."""
+        gathered = self.group.unshard(before, from_larger=larger)
         # With grad mode on: a reentrant checkpoint inside the unit builds a new graph on these.
         with torch.enable_grad():
-            call = self._new_call(recomputed=False)
-            self._hold_until_end_of_pass(connect(call, unsharded), call.versions)
+            call = ForwardCall(self)
+            self._hold_until_end_of_pass(connect(call, gathered.params), call.versions)
 
     def _hold_until_end_of_pass(self, unsharded: list[Tensor], versions: list[int]) -> None:
         self._on(Event.BACKWARD, unsharded, versions)
         self.schedule.hold_for_pass(self)
+
+    def _prefetch_others(self, before: Sequence[Tensor], *, in_backward: bool = False) -> None:
+        """Gather the parameters of the units to prefetch once ``before`` are computed; in backward
+        only of units that reshard after forward."""
+        settings = self.settings
+        for reference in settings.backward_prefetch if in_backward else settings.forward_prefetch:
+            unit = reference()
+            if unit is not None and (unit.settings.gathers_in_backward or not in_backward):
+                unit.prefetch(before)
+                unit.schedule.hold_for_next(unit)
 
     def _tie_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not self.config.optimization_barrier_in_backward:
@@ -788,28 +594,6 @@ class FSDPState:
         """Return ``Schedule.before_gather(tensors)``, or nothing without barriers in backward."""
         before = self.schedule.before_gather(tensors)
         return before if self.config.optimization_barrier_in_backward else []
-
-
-def refuse_changed(seen: Sequence[int], now: Sequence[int]) -> None:
-    """Raise RuntimeError if shards have other versions ``now`` than in the forward (``seen``)."""
-    if list(seen) != list(now):
-        raise RuntimeError(
-            "parameters of an FSDP unit were changed between its forward and its backward (by "
-            "optimizer.step() or load_state_dict, say). Backward gathers them again and would "
-            "mix new parameters with old activations. Change them after backward."
-        )
-
-
-def _prefetch(
-    units: Sequence[StateRef], before: Sequence[Tensor], *, in_backward: bool = False
-) -> None:
-    """Gather the parameters of ``units`` once ``before`` are computed; in backward only of units
-    that reshard after forward."""
-    for reference in units:
-        unit = reference()
-        if unit is not None and (unit.settings.gathers_in_backward or not in_backward):
-            unit.prefetch(before)
-            unit.schedule.hold_for_next(unit)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

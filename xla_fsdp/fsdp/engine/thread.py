@@ -77,12 +77,11 @@ forward_code = functools.partial(_running, Code.FORWARD)
 @contextmanager
 def running(unit: Any) -> Iterator[None]:
     """Run the forward of a user's module, of which ``unit`` has the parameters."""
-    before, this_thread.runs = this_thread.runs, Code.FORWARD
     this_thread.units.append(unit)
     try:
-        yield
+        with forward_code():
+            yield
     finally:
-        this_thread.runs = before
         this_thread.units.remove(unit)
 
 
@@ -119,8 +118,6 @@ class GuardedShard:
 
 # ---------------------------------------------------------------- names of units and phases
 
-VARIABLE = "XLA_FSDP_UNIT_NAMES"
-
 PHASES = ("forward", "recompute", "backward", "all-gather", "reduce-scatter", "all-reduce")
 
 _SCOPE = re.compile(rf"([^/]+)/({'|'.join(PHASES)})(?:\.\d+)?(?=/|$)")
@@ -143,16 +140,12 @@ def label_of(op_name: str) -> str:
     return f"{unit}: {phase}{of_pass}"
 
 
-def turn_on_if_asked() -> None:
-    """Name the units of this process from now on if ``XLA_FSDP_UNIT_NAMES`` is 1."""
-    if os.environ.get(VARIABLE) == "1":
-        _named_for_good()
-
-
 @functools.cache
-def _named_for_good() -> ExitStack:
+def turn_on_if_asked() -> ExitStack:
+    """Name the units of this process from now on if ``XLA_FSDP_UNIT_NAMES`` is 1."""
     stack = ExitStack()
-    stack.enter_context(units_named())
+    if os.environ.get("XLA_FSDP_UNIT_NAMES") == "1":
+        stack.enter_context(units_named())
     return stack
 
 

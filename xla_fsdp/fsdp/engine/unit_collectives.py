@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from xla_fsdp.distributed.packing import Bucket, buckets_for, plan_buckets, shap
 from xla_fsdp.fsdp.engine.config import FSDPConfig
 from xla_fsdp.fsdp.engine.param import FSDPParam
 from xla_fsdp.fsdp.engine.schedule import ScheduleLog
-from xla_fsdp.fsdp.engine.thread import in_phase
+from xla_fsdp.fsdp.engine.thread import current_pass, in_phase, scope
 from xla_fsdp.xla import ops
 
 
@@ -50,15 +51,7 @@ ReducedBuckets = dict[Bucket, Tensor]
 
 
 class AllGather:
-    """All-gathers of one unit.
-
-    Args:
-        params: the unit's parameters, in the order of the module's.
-        collectives: communication among the ranks that share them.
-        smaller: groups of ranks that share larger shards, if any.
-        config: whether tensors share collectives.
-        log: tells of what is gathered.
-    """
+    """All-gathers of one unit; arguments as for ``FSDPParamGroup``."""
 
     def __init__(
         self,
@@ -71,7 +64,7 @@ class AllGather:
         self._params = tuple(params)
         self.log = log
         self._collectives = collectives
-        self._smaller = smaller
+        self._smaller: Any = smaller
         self._limit = math.inf if config.coalesce_all_gather_ops else 0
         self._buckets: dict[tuple[torch.dtype, ...], tuple[Bucket, ...]] = {}
 
@@ -84,26 +77,19 @@ class AllGather:
 
     @in_phase("all-gather")
     @torch.no_grad()
-    def unshard(self, before: Sequence[Tensor], *, again: bool) -> list[Tensor]:
-        """Return the unsharded tensors of all original parameters, in the compute dtype.
-
-        Args:
-            before: tensors to be computed first.
-            again: whether the program has gathered the same shards already. A barrier then keeps
-                XLA from reusing the packed copies, which take as much memory as all shards.
-        """
-        return self._unshard(self._packed(before, again=again))
+    def unshard(self, before: Sequence[Tensor]) -> list[Tensor]:
+        """Return the unsharded tensors of all original parameters, in the compute dtype, once
+        ``before`` are computed."""
+        return self._unshard(self._packed(before))
 
     @in_phase("all-gather")
     @torch.no_grad()
-    def gather_larger(self, before: Sequence[Tensor], *, again: bool) -> list[Tensor]:
-        """Return this rank's larger shards, one packed tensor for each bucket, in its dtype;
-        arguments as for ``unshard``."""
-        across = self._smaller_groups.across
-        packed = self._packed(before, again=again)
+    def gather_larger(self, before: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's larger shards, one packed tensor for each bucket, in its dtype."""
+        packed = self._packed(before)
         sent = {each: tensor.to(each.dtype) for each, tensor in packed.items()}
         self.log.sends("all-gather", sent, self._params)
-        return [across.all_gather(tensor).clone() for tensor in sent.values()]
+        return [self._smaller.across.all_gather(tensor).clone() for tensor in sent.values()]
 
     @in_phase("all-gather")
     @torch.no_grad()
@@ -112,12 +98,16 @@ class AllGather:
         buckets = self._buckets_of([param.leaf for param in self._params])
         return self._unshard(dict(zip(buckets, larger, strict=True)), larger=True)
 
-    def _packed(self, before: Sequence[Tensor], *, again: bool) -> dict[Bucket, Tensor]:
+    def _packed(self, before: Sequence[Tensor]) -> dict[Bucket, Tensor]:
         """Pack all shards into buckets, in their own dtype: they are cast to the compute dtype only
-        when sent, as a cast copy takes memory until then."""
+        when sent, as a cast copy takes memory until then.
+
+        In backward the program has gathered the same shards already. A barrier then keeps XLA from
+        reusing the packed copies, which take as much memory as all shards.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # a forward of the user's may run
             shards = [param.shard for param in self._params]
-            if again:
+            if current_pass() != -1:
                 first = [each for each in before if each.is_floating_point()][:1]
                 # Behind the barrier first: XLA would fuse what is added with the optimizer's step,
                 # and gather a shard only once its gradient has been reduced.
@@ -135,18 +125,12 @@ class AllGather:
         return _unpack(self._params, self._gather(sent, self._params, larger=larger))
 
     def _gather_within(self, larger: Tensor) -> Tensor:
-        groups, width = self._smaller_groups, larger.shape[-1]
+        groups, width = self._smaller, larger.shape[-1]
         gathered = groups.within.all_gather(larger)
         # [ranks of a group, groups]: number i of each group holds the shards of the ranks r with
         # r % (ranks of a group) == i. Transposed, the shards are in the order of the ranks.
         shards = gathered.reshape(groups.within.num_shards, groups.across.num_shards, -1, width)
         return shards.transpose(0, 1).reshape(-1, width)
-
-    @property
-    def _smaller_groups(self) -> SmallerGroups:
-        if self._smaller is None:
-            raise RuntimeError("the ranks of this unit are not in smaller groups")
-        return self._smaller
 
     def _buckets_of(self, shards: Sequence[Tensor]) -> tuple[Bucket, ...]:
         """Return the buckets of all parameters, in the dtypes in which they are sent."""
@@ -161,13 +145,8 @@ class AllGather:
     def sent(
         self, params: Sequence[FSDPParam], shards: Sequence[Tensor], *, stacked: bool = False
     ) -> list[Tensor]:
-        """Return this rank's shards of some parameters in the dtype and shape to be sent.
-
-        Args:
-            params: some of the unit's.
-            shards: of this rank; if ``stacked``, [length, *shape of a shard] each.
-            stacked: whether shards of several blocks lie along a first dim, as do the results.
-        """
+        """Return this rank's ``shards`` of some parameters in the dtype and shape to be sent; if
+        ``stacked``, shards of several blocks [length, *shape of a shard], as are the results."""
         return [
             shaped(
                 param.packing.in_rows(viewable(shard).to(param.compute_dtype or shard.dtype)),
@@ -184,13 +163,13 @@ class AllGather:
         expect_on_all_ranks("all-gather", params)
         return _unpack(params, self._gather(_packed(buckets, sent), params))
 
+    @torch.no_grad()
     def as_stored(self, params: Sequence[FSDPParam], shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the unsharded tensors of ``shards``, in their dtype: of some of the unit's
         parameters, or of their gradients or optimizer states."""
-        with torch.no_grad():
-            pairs = zip(params, shards, strict=True)
-            rows = [param.packing.in_rows(viewable(shard)) for param, shard in pairs]
-            return self.unshard_sent(params, rows)
+        pairs = zip(params, shards, strict=True)
+        rows = [param.packing.in_rows(viewable(shard)) for param, shard in pairs]
+        return self.unshard_sent(params, rows)
 
     @in_phase("all-gather")
     def gather_tensors(
@@ -213,13 +192,12 @@ class AllGather:
         """Return what the ranks that share ``params`` have sent, by number; of packed larger
         shards, those of a smaller group."""
         self.log.sends("all-gather", sent, params)
-        experts = [bool(params) and params[bucket.numbers[0]].is_expert for bucket in sent]
-        by = {each: self._collectives.of(of) for each, of in zip(sent, experts, strict=True)}
-        if larger:
-            gathered = {each: self._gather_within(tensor) for each, tensor in sent.items()}
-        else:
-            gathered = {each: by[each].all_gather(tensor) for each, tensor in sent.items()}
-        return _by_number({b: b.unpack(each, by[b].num_shards) for b, each in gathered.items()})
+        unpacked = {}
+        for bucket, tensor in sent.items():
+            by = self._collectives.of(bool(params) and params[bucket.numbers[0]].is_expert)
+            gathered = self._gather_within(tensor) if larger else by.all_gather(tensor)
+            unpacked[bucket] = bucket.unpack(gathered, by.num_shards)
+        return _by_number(unpacked)
 
     def _plan(
         self, params: Sequence[FSDPParam], dtypes: Sequence[torch.dtype]
@@ -259,14 +237,7 @@ def _unpack(params: Sequence[FSDPParam], gathered: Mapping[int, Tensor]) -> list
 
 
 class ReduceScatter:
-    """Reduces the gradients of one unit.
-
-    Args:
-        params: the unit's parameters, in the order of the module's.
-        collectives: communication among the ranks that share them.
-        replicas: communication among the ranks that hold the same shards.
-        config: dtypes and bucket sizes.
-        log: tells of what is reduced.
+    """Reduces the gradients of one unit; arguments as for ``FSDPParamGroup``.
 
     Attributes:
         dtype: in which gradients are summed; None for their own.
@@ -392,14 +363,13 @@ class ReduceScatter:
 
     def sum_replicas(self, reduced: ReducedBuckets) -> ReducedBuckets:
         """Sum ``reduced`` over the replicas."""
-        return reduced if self._replicas.num_shards == 1 else self._all_reduced(reduced)
-
-    @in_phase("all-reduce")
-    def _all_reduced(self, reduced: ReducedBuckets) -> ReducedBuckets:
+        if self._replicas.num_shards == 1:
+            return reduced
         self.log.sends("all-reduce", reduced)
-        return {each: self._replicas.all_reduce("sum", total) for each, total in reduced.items()}
+        all_reduce = partial(self._replicas.all_reduce, "sum")
+        with scope(self.log.unit, "all-reduce"):
+            return {each: all_reduce(total) for each, total in reduced.items()}
 
-    @in_phase("all-reduce")
     def sum_replicas_of(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Sum tensors of any shapes, by number, over the replicas."""
         buckets = buckets_for(tensors, self._limit)
@@ -407,7 +377,8 @@ class ReduceScatter:
 
     def add(self, first: ReducedBuckets, second: ReducedBuckets) -> ReducedBuckets:
         """Add gradients of two backward passes, or merge those of different parameters."""
-        if not _numbers(first) & _numbers(second) or first.keys() == second.keys():
+        numbers = [{at for bucket in each for at in bucket.numbers} for each in (first, second)]
+        if not numbers[0] & numbers[1] or first.keys() == second.keys():
             both = [each for each in first if each in second]
             return {**first, **second, **{each: first[each] + second[each] for each in both}}
         total = self.unpack(first)
@@ -424,26 +395,22 @@ class ReduceScatter:
 
     def finish(self, reduced: ReducedBuckets) -> list[Tensor | None]:
         """Return the gradient of each of the unit's shards from sums over all ranks."""
-        if self.all_reduce_hook is None:
+        found: dict[int, Tensor] = {}
+        if (hook := self.all_reduce_hook) is not None:
+            for at, total in self.unpack(reduced).items():
+                given = shaped(total, self._params[at].packing.sent_shape)
+                result = hook(given)
+                found[at] = self.finish_one(given if result is None else result, self._params[at])
+        else:
             with torch._C.DisableTorchFunctionSubclass():  # shards tell their dtypes
                 means = {b: self._mean(each, b.numbers) for b, each in reduced.items()}
-                totals = self.unpack(means).items()
-                found = {at: self._params[at].as_grad(each) for at, each in totals}
-        else:
-            found = {
-                at: self._finish_hooked(each, self._params[at], self.all_reduce_hook)
-                for at, each in self.unpack(reduced).items()
-            }
+                for at, mean in self.unpack(means).items():
+                    found[at] = self._params[at].as_grad(mean)
         return [found.get(at) for at in range(len(self._params))]
 
     def finish_one(self, total: Tensor, param: FSDPParam, *length: int) -> Tensor:
-        """Return the gradient of one parameter's shard, or of a stack of shards.
-
-        Args:
-            total: sum over all ranks, of any shape with the elements of the result.
-            param: one of the unit's.
-            length: number of shards along the first dim of ``total``, if it is of a stack.
-        """
+        """Return the gradient of one parameter's shard from a sum over all ranks, of any shape with
+        its elements; of a stack, with so many shards along the first dim."""
         return param.as_grad(self._mean(total, [self._params.index(param)]), *length)
 
     def _mean(self, total: Tensor, numbers: Sequence[int]) -> Tensor:
@@ -451,14 +418,7 @@ class ReduceScatter:
             return total
         # Divide in the wider dtype: a sum of fp32 gradients may be too large for fp16.
         dtypes = {total.dtype, *(self._params[at].slots.shard.dtype for at in numbers)}
-        return total.to(_widest(frozenset(dtypes))) / self.postdivide
-
-    def _finish_hooked(
-        self, total: Tensor, param: FSDPParam, hook: Callable[[Tensor], Tensor | None]
-    ) -> Tensor:
-        given = shaped(total, param.packing.sent_shape)
-        result = hook(given)
-        return self.finish_one(given if result is None else result, param)
+        return total.to(functools.reduce(torch.promote_types, dtypes)) / self.postdivide
 
     # ------------------------------------------------------------ buckets
 
@@ -503,29 +463,22 @@ class ReduceScatter:
         joined = {each: each.pack_gathered(packed) for each in buckets}
         gathered = {each: self.to_reduce_dtype(tensor) for each, tensor in joined.items()}
         self.log.sends("reduce-scatter", gathered, params)
+        found = {}
         if self.comm_hook is not None:
-            return {each: self._hooked(each, t, by.num_shards) for each, t in gathered.items()}
-        first = {bucket: params[bucket.numbers[0]] if params else None for bucket in gathered}
+            for bucket, each in gathered.items():
+                flat = each.reshape(by.num_shards, -1)[:, : sum(bucket.sizes)]
+                found[bucket] = bucket.pack_flat([self.comm_hook(flat)]) if each.numel() else each
+            return found
+        of = {bucket: params[bucket.numbers[0]] for bucket in gathered if params}
         # Of a stack of matrices, as experts, which a kernel may have made: divided before, it would
         # be read and written once more. Of a matrix, the product divides it.
-        late = {b for b, param in first.items() if param and len(param.originals[0].shape) == 3}
+        late = {bucket for bucket, param in of.items() if len(param.originals[0].shape) == 3}
         sent = {b: each if b in late else self._predivided(each) for b, each in gathered.items()}
-        found = {}
         for bucket, each in sent.items():
-            param = first[bucket]
-            own = by.of(param is not None and param.is_expert)
-            found[bucket] = (
-                own.reduce_scatter(each, self._predivided)
-                if bucket in late
-                else own.reduce_scatter(each)
-            )
+            own = by.of(bucket in of and of[bucket].is_expert)
+            finish = [self._predivided] if bucket in late else []
+            found[bucket] = own.reduce_scatter(each, *finish)
         return found
-
-    def _hooked(self, bucket: Bucket, gathered: Tensor, num_shards: int) -> Tensor:
-        if self.comm_hook is None or not gathered.numel():
-            return gathered
-        flat = gathered.reshape(num_shards, -1)[:, : sum(bucket.sizes)]
-        return bucket.pack_flat([self.comm_hook(flat)])
 
 
 def split_divisor(divisor: float) -> tuple[float, float]:
@@ -538,12 +491,3 @@ def split_divisor(divisor: float) -> tuple[float, float]:
     while divisor % before == 0 and divisor / before > before:
         before *= 2
     return float(before), divisor / before
-
-
-@functools.cache
-def _widest(dtypes: frozenset[torch.dtype]) -> torch.dtype:
-    return functools.reduce(torch.promote_types, dtypes)
-
-
-def _numbers(reduced: ReducedBuckets) -> set[int]:
-    return {number for bucket in reduced for number in bucket.numbers}

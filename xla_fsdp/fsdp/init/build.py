@@ -34,7 +34,7 @@ from xla_fsdp.distributed.shard_layout import join_name, layout_of
 from xla_fsdp.fsdp.engine.config import FSDPConfig, warn_caller
 from xla_fsdp.fsdp.engine.module_state import (
     CastBuffers,
-    FSDPModuleLike,
+    FSDPModuleBase,
     ModuleState,
     is_fsdp_module,
 )
@@ -94,43 +94,24 @@ def refuse_subclasses(modules: Sequence[nn.Module], ignored: Ignored) -> None:
 
 
 class ManagedParam(NamedTuple):
-    """A parameter of a module, under one of its names.
+    """A parameter of a module, under one of its names."""
 
-    Args:
-        root: number of the unit's module that has it.
-        name: in that.
-        module: which holds it.
-        attribute: of the module.
-        param: the parameter.
-        placement: how tensor parallelism has cut it.
-    """
-
-    root: int
-    name: str
-    module: nn.Module
-    attribute: str
+    root: int  # number of the unit's module that has it
+    name: str  # in that
+    module: nn.Module  # which holds it
+    attribute: str  # of the module
     param: nn.Parameter
-    placement: TensorPlacement | None
+    placement: TensorPlacement | None  # how tensor parallelism has cut it
 
 
 class ManagedModules:
-    """The modules of a new unit and those below them, except for units and ignored modules.
-
-    Args:
-        roots: the modules of the unit, usually one; several are gathered and freed together.
-        ignored: modules and parameters to leave out.
-
-    Attributes:
-        units: the FSDP modules inside.
-
-    Raises:
-        ValueError: for layers that cannot run on XLA.
-    """
+    """The modules of a new unit, usually one, and those below them, except for the units inside and
+    for ignored modules. Raises ValueError for layers that cannot run on XLA."""
 
     def __init__(self, roots: Sequence[nn.Module], ignored: Ignored) -> None:
         self.roots = tuple(roots)
         self.ignored = ignored
-        self.units: list[FSDPModuleLike] = []
+        self.units: list[FSDPModuleBase] = []
         # Number of the root, name in it with a dot appended, module, placements in that.
         self._named = [
             (number, prefix, module, vars(module).get(PLACEMENTS, {}))
@@ -195,18 +176,9 @@ class ManagedModules:
 def communicate(
     managed: ManagedModules, config: FSDPConfig, collectives: Collectives | None = None
 ) -> Communication:
-    """Return the collectives among the ranks that share a unit, and among replicas.
-
-    Args:
-        managed: the unit's modules.
-        config: the unit's options.
-        collectives: to use among the ranks in place of those that ``config`` asks for.
-
-    Raises:
-        ValueError: if the mesh has other ranks than this job, if it shards over a tensor-parallel
-            axis of a parameter, if it has not the axis that experts are cut over, or if
-            ``reshard_after_forward`` does not divide the ranks.
-    """
+    """Return the collectives among the ranks that share a unit, and among replicas;
+    ``collectives`` stand in for those that ``config`` asks for. Raises ValueError for a mesh or
+    groups that do not fit the job or the parameters."""
     params = managed.parameters()
     experts = _axis_of_experts(params, config)
     communication = communication_for(
@@ -237,11 +209,10 @@ def communicate(
 def broadcast_values(managed: ManagedModules, communication: Communication) -> None:
     """Set parameters and buffers to the values of the first rank that has them."""
     values = [each for each in managed.tensors() if not (is_sharded(each) or each.is_meta)]
-    placements = [known_placement(each) for each in values]
-    of_experts = [each is not None and each.is_of_experts for each in placements]
-    for kind in (False, True):
-        own = [each for each, found in zip(values, of_experts, strict=True) if found is kind]
-        broadcast_(own, communication.everyone.of(kind), ops.device())
+    for of_experts in (False, True):
+        placed = [(each, known_placement(each)) for each in values]
+        own = [each for each, at in placed if bool(at and at.is_of_experts) is of_experts]
+        broadcast_(own, communication.everyone.of(of_experts), ops.device())
 
 
 def build_unit(
@@ -252,35 +223,26 @@ def build_unit(
     origins: Mapping[int, Tensor] | None = None,
     dims: Mapping[int, int] | None = None,
 ) -> list[ModuleState]:
-    """Shard the managed parameters, move the buffers, and make a unit of them.
+    """Shard the managed parameters, move the buffers, and make a unit of them; return the state to
+    attach to each of its root modules.
 
     Args:
-        managed: the unit's modules.
-        config: the unit's options.
+        managed, config: the unit's modules and options.
         communication: collectives among the ranks that share the parameters.
         origins: the meta tensors, by the id of the parameter made of each.
         dims: the dim to shard, by the id of a parameter; others are sharded along dim 0, unless
             that has too few rows.
-
-    Returns:
-        The state to attach to each of the unit's root modules.
-
-    Raises:
-        ValueError: if a parameter cannot be trained, is another rank's shard, or is tied to one in
-            another unit that is sharded differently.
     """
     device = ops.device()
-    params = shard_parameters(
-        managed, config, communication, device, origins=origins or {}, dims=dims or {}
-    )
+    sharder = _Sharder(managed, config, communication, device, origins or {}, dims or {})
+    params = sharder.shard_all()
     cast_buffers = move_buffers(managed, config, device)
     guards.install()
     turn_on_if_asked()
-    shards = communication.shards
+    shards, roots = communication.shards, managed.roots
     size = _smaller_group_size(config, shards.num_shards)
     smaller = shards.split(size) if size else None
     group = FSDPParamGroup(params, shards, config, communication.replicas, smaller)
-    roots = managed.roots
     unit = FSDPState(group, config, device, len(roots))
     if any(isinstance(each, nn.Embedding) for root in roots for each in root.modules()):
         group.at_unshard.append(sum_small_in_float32)
@@ -312,9 +274,7 @@ def sharding(
     managed: ManagedModules, config: FSDPConfig, communication: Communication
 ) -> Iterator[None]:
     """Compute the shards that the block makes when it ends, so that the unsharded parameters of
-    ``managed`` on the device are freed; compare these between ranks.
-
-    No program runs if the parameters are on the host."""
+    ``managed`` on the device are freed; compare these between ranks."""
     params = managed.parameters()
     held = [each.param for each in params if each.param.device.type == "xla"]
     pending = any(ops.is_pending(param) for param in held)
@@ -323,7 +283,7 @@ def sharding(
     has_peers = communication.covers_all and communication.everyone.num_shards > 1
     # Not where something may wait for other ranks: all is on the host.
     with contextlib.nullcontext() if on_device or managed.on_meta else _building:
-        compare = note_values(_comparable(params), communication) if has_peers else None
+        compare = note_values(params, communication) if has_peers else None
         del params, held
         yield
     if config.execute_sharding_on_init:
@@ -338,13 +298,6 @@ def sharding(
             ops.compute(managed.tensors())
     if compare is not None:
         compare()
-
-
-def _comparable(params: Sequence[ManagedParam]) -> dict[str, Tensor]:
-    """Return the parameters that all ranks hold, none of which is sharded, by name."""
-    alike = [each for each in params if not (each.placement and each.placement.is_of_experts)]
-    plain = [each for each in alike if not (each.param.is_meta or is_sharded(each.param))]
-    return {each.name: each.param.detach() for each in plain if known_shard(each.param) is None}
 
 
 def _axis_of_experts(params: Sequence[ManagedParam], config: FSDPConfig) -> Mesh | None:
@@ -389,60 +342,16 @@ def _smaller_group_size(config: FSDPConfig, num_ranks: int) -> int | None:
 # ---------------------------------------------------------------- shards and buffers
 
 
-def shard_parameters(
-    managed: ManagedModules,
-    config: FSDPConfig,
-    communication: Communication,
-    device: torch.device,
-    *,
-    origins: Mapping[int, Tensor],
-    dims: Mapping[int, int],
-) -> list[FSDPParam]:
-    """Replace the managed parameters by shards on ``device``; arguments as for ``build_unit``."""
-    _refuse_shards_of_others(managed, device)
-    _move_not_floating(managed, device)
-    sharder = _Sharder(managed.roots[0], config, communication, device, origins, dims)
-    new, adopted = [], []
-    # A list, not a generator: sharding below registers parameters that known_shard then finds.
-    found = [(known_shard(tensor), tensor, original) for tensor, original in _originals(managed)]
-    for known, tensor, original in found:
-        if known is None:
-            new.append((tensor, original))
-        else:
-            adopted.append(sharder.adopt(known, tensor, original))
-    _warn_about_lost(new)
-    if config.flatten_parameters:
-        groups = sharder.flat_groups(new)
-        made = [sharder.shard(f"flat_param_{i}", group) for i, group in enumerate(groups)]
-    else:
-        made = [sharder.shard(original.names[0], [(tensor, original)]) for tensor, original in new]
-    return made + adopted
-
-
-def _refuse_shards_of_others(managed: ManagedModules, device: torch.device) -> None:
-    """Raise ValueError if another rank has sharded a parameter: CPU ranks are threads."""
-    for _, name, _, _, param, _ in managed.parameters():
-        if isinstance(param, ShardParameter) and param.device != device:
-            raise ValueError(
-                f"{name} is another rank's shard: ranks on a CPU are threads, and share a model "
-                f"that is built outside of the function that launch runs. Build it inside"
-            )
-
-
 def _warn_about_lost(params: Sequence[tuple[Tensor, OriginalParam]]) -> None:
     """Warn of hooks that would have seen gradients, and of gradients, which the shards do not take
     over."""
-    hooked = [
-        original.names[0]
-        for tensor, original in params
-        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-    ]
-    if hooked:
+    named = [(original.names[0], tensor) for tensor, original in params]
+    if hooked := [name for name, t in named if t._backward_hooks or t._post_accumulate_grad_hooks]:
         warn_caller(
             f"hooks on gradients of {', '.join(hooked)} are not called: the parameter was replaced "
             f"by its shard. Register them after sharding; they then see the shard's gradient"
         )
-    if with_grad := [original.names[0] for tensor, original in params if tensor.grad is not None]:
+    if with_grad := [name for name, tensor in named if tensor.grad is not None]:
         warn_caller(
             f"gradients of {', '.join(with_grad)} are dropped: the parameter was replaced by its "
             f"shard, which has none. Shard before backward; where they are not wanted, call "
@@ -453,15 +362,13 @@ def _warn_about_lost(params: Sequence[tuple[Tensor, OriginalParam]]) -> None:
 def move_buffers(
     managed: ManagedModules, config: FSDPConfig, device: torch.device
 ) -> dict[str, torch.dtype]:
-    """Move buffers to ``device``; with ``cast_buffers``, cast those of floating point.
+    """Move buffers to ``device``; with ``cast_buffers``, cast those of floating point, and return
+    the original dtype of each by dotted name.
 
     Layers with running statistics, such as BatchNorm, compute in the dtype of the statistics, as
     XLA's verifier refuses torch_xla's BatchNorm with inputs of two dtypes. Statistics are cast by
     ``cast_buffers`` with a ``buffer_dtype`` only: 16 bits are too few for an average over many
     steps.
-
-    Returns:
-        The original dtype of every buffer that was cast, by dotted name.
     """
     originals: dict[str, torch.dtype] = {}
     moved: dict[tuple[int, torch.dtype], Tensor] = {}  # so that shared buffers are moved once
@@ -504,8 +411,8 @@ def _forward_buffers(managed: ManagedModules, config: FSDPConfig) -> CastBuffers
     """Return what casts buffers for each forward; None if nothing does."""
     if config.buffer_dtype is None or config.cast_buffers:
         return None
-    owners = [each for _, each in managed.modules() if _statistics_dtype(each, config) is None]
-    holders = [each for each in owners if each._buffers]
+    owners = [each for _, each in managed.modules() if each._buffers]
+    holders = [each for each in owners if _statistics_dtype(each, config) is None]
     return CastBuffers(holders, config.buffer_dtype) if holders else None
 
 
@@ -531,14 +438,31 @@ def _cast_output(
 
 @dataclass(frozen=True)
 class _Sharder:
-    """Makes shards for one unit; flat ones are registered in the module ``home``."""
+    """Replaces the parameters of one unit by shards; fields as for ``build_unit``. Flat shards are
+    registered in the first root."""
 
-    home: nn.Module
+    managed: ManagedModules
     config: FSDPConfig
     communication: Communication
     device: torch.device
     origins: Mapping[int, Tensor]
     dims: Mapping[int, int]
+
+    def shard_all(self) -> list[FSDPParam]:
+        """Replace the managed parameters."""
+        _move_not_floating(self.managed, self.device)
+        found = [(known_shard(tensor), tensor, each) for tensor, each in _originals(self.managed)]
+        new = [(tensor, original) for known, tensor, original in found if known is None]
+        # Before others are made, which ``known_shard`` would find, too.
+        tied = [(known, tensor, each) for known, tensor, each in found if known is not None]
+        adopted = [self.adopt(known, tensor, each) for known, tensor, each in tied]
+        _warn_about_lost(new)
+        if self.config.flatten_parameters:
+            groups = self.flat_groups(new)
+            made = [self.shard(f"flat_param_{i}", group) for i, group in enumerate(groups)]
+        else:
+            made = [self.shard(original.names[0], [(each, original)]) for each, original in new]
+        return made + adopted
 
     def shard(self, key: str, parts: Sequence[tuple[Tensor, OriginalParam]]) -> FSDPParam:
         """Make one shard of the parameters in ``parts``, joined end to end if there are several."""
@@ -551,7 +475,7 @@ class _Sharder:
         shard.shard_rank = by.rank
         if len(tensors) == 1:  # attributes that the user has set, for groups of an optimizer say
             vars(shard).update(vars(tensors[0]))
-        home = self.home if self.config.flatten_parameters else None
+        home = self.managed.roots[0] if self.config.flatten_parameters else None
         dtype, covers_all = self._compute_dtype(originals[0]), self.communication.covers_all
         param = FSDPParam(key, originals, shard, packing, dtype, home, everywhere=covers_all)
         origins = [self.origins[id(each)] for each in tensors if id(each) in self.origins]
@@ -615,7 +539,7 @@ class _Sharder:
     def _packing(
         self, originals: Sequence[OriginalParam], asked: int | None, by: Collectives
     ) -> tuple[ShardPacking, bool]:
-        """Return how originals are joined and cut, along dim ``asked`` if it is not None, and
+        """Return how originals are joined and cut, along dim ``asked`` unless that is None, and
         whether shards have the shape of whole rows."""
         shapes = tuple(original.shape for original in originals)
         flat, on_dim_0 = self.config.flatten_parameters, self.config.shard_param_on_dim_0
@@ -634,26 +558,30 @@ def _originals(managed: ManagedModules) -> list[tuple[Tensor, OriginalParam]]:
 
 def _original(named: Sequence[ManagedParam]) -> OriginalParam:
     """Return what is known of a parameter from all of its names."""
+    param = named[0].param
+    # A parameter that was tied after wrapping is already another unit's shard.
+    known = known_shard(param) if isinstance(param, ShardParameter) else None
     owners = dict.fromkeys((each.module, each.attribute) for each in named)
     return OriginalParam(
         tuple(each.name for each in named),
-        _unsharded_shape(named[0].param),
+        param.shape if known is None else known.originals[0].shape,
         tuple(ModuleAttr(*owner) for owner in owners),
         tuple(each.root for each in named),
         named[0].placement,
     )
 
 
-def _unsharded_shape(tensor: Tensor) -> torch.Size:
-    # A parameter that was tied after wrapping is already another unit's shard.
-    known = known_shard(tensor) if isinstance(tensor, ShardParameter) else None
-    return tensor.shape if known is None else known.originals[0].shape
-
-
 def _move_not_floating(managed: ManagedModules, device: torch.device) -> None:
-    """Move the parameters that are not of floating point, and thus not sharded, to ``device``."""
+    """Move the parameters that are not of floating point, and thus not sharded, to ``device``.
+    Raises ValueError for what cannot be sharded."""
     moved: dict[int, nn.Parameter] = {}
-    for _, name, owner, attribute, param, _ in managed.parameters():
+    for each in managed.parameters():
+        name, param = each.name, each.param
+        if isinstance(param, ShardParameter) and param.device != device:
+            raise ValueError(
+                f"{name} is another rank's shard: ranks on a CPU are threads, and share a model "
+                f"that is built outside of the function that launch runs. Build it inside"
+            )
         if param.is_floating_point():
             continue
         if param.requires_grad:
@@ -664,4 +592,4 @@ def _move_not_floating(managed: ManagedModules, device: torch.device) -> None:
             )
         if not param.is_meta:
             new = nn.Parameter(param.detach().to(device), requires_grad=False)
-            owner._parameters[attribute] = moved.setdefault(id(param), new)
+            each.module._parameters[each.attribute] = moved.setdefault(id(param), new)

@@ -87,15 +87,10 @@ def init_from_checkpoint(
 
 @dataclass(frozen=True)
 class _Source:
-    """Named tensors in one or more files.
-
-    Args:
-        tensors: by name.
-        label: path, for error messages.
-    """
+    """Named tensors in one or more files."""
 
     tensors: Mapping[str, TensorSource]
-    label: str
+    label: str  # path, for error messages
 
     def found(self, names: Iterable[str]) -> list[str]:
         """Return those of ``names`` that are in the files."""

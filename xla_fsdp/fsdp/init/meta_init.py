@@ -27,15 +27,13 @@ _materialized: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def materialize(
     managed: ManagedModules, param_init_fn: Callable[[nn.Module], None] | None
 ) -> dict[int, Tensor]:
-    """Replace meta tensors by initialized tensors in host memory.
+    """Replace meta tensors by initialized tensors in host memory; return them by the id of the
+    tensor that has replaced each.
 
     Args:
         managed: the modules of a new unit.
         param_init_fn: called with each module that directly holds meta tensors (default: the
             module's own ``reset_parameters``).
-
-    Returns:
-        The meta tensors, by the id of the tensor that has replaced each.
 
     Raises:
         ValueError: if a module has no ``reset_parameters``, and there is no ``param_init_fn``;
@@ -43,28 +41,25 @@ def materialize(
     """
     allocator = _Allocator(managed.ignored)
     for name, owner in managed.modules():
-        if _has_meta_tensors(owner):
+        tensors = (*owner._parameters.values(), *owner._buffers.values())
+        if any(tensor is not None and tensor.is_meta for tensor in tensors):
             initialize = param_init_fn or _reset_parameters(name, owner)
             allocator.allocate(owner)
             initialize(owner)
     # After all modules are initialized, as they are with unsharded, global tensors.
-    allocator.cut_local()
-    allocator.tie_to_shards()
+    allocator.finish()
     return allocator.origins
 
 
 class _Allocator:
-    """Replaces meta tensors by tensors in host memory.
-
-    Attributes:
-        origins: the meta tensors, by the id of the tensor that has replaced each.
-    """
+    """Replaces meta tensors by tensors in host memory."""
 
     def __init__(self, ignored: Ignored) -> None:
         self._ignored = ignored
         self._new: dict[int, Tensor] = {}  # by id of the meta tensor, so that ties are preserved
         self._tied: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._global: list[tuple[nn.Module, str, TensorPlacement]] = []
+        # The meta tensors, by the id of the tensor that has replaced each.
         self.origins: dict[int, Tensor] = {}
 
     def allocate(self, owner: nn.Module) -> None:
@@ -80,8 +75,9 @@ class _Allocator:
                     if known := known_shard(tensor):
                         self._tied.append((owner, name, known.leaf))
 
-    def cut_local(self) -> None:
-        """Replace global parameters by this rank's local parts."""
+    def finish(self) -> None:
+        """Replace global parameters by this rank's local parts, and those that are tied to
+        parameters of another unit by its shards."""
         local: dict[int, nn.Parameter] = {}
         for owner, name, placement in self._global:
             param = owner._parameters[name]
@@ -91,9 +87,6 @@ class _Allocator:
             if id(param) not in local:
                 local[id(param)] = self._local_part(param, placement)
             owner._parameters[name] = local[id(param)]
-
-    def tie_to_shards(self) -> None:
-        """Replace parameters that are tied to those of another unit by its shards."""
         for owner, name, shard in self._tied:
             owner._parameters[name] = shard
 
@@ -123,17 +116,11 @@ class _Allocator:
         _materialized[origin] = new
 
 
-def _has_meta_tensors(owner: nn.Module) -> bool:
-    tensors = (*owner._parameters.values(), *owner._buffers.values())
-    return any(tensor is not None and tensor.is_meta for tensor in tensors)
-
-
 def _empty_like(tensor: Tensor, shape: torch.Size) -> Tensor:
-    if shape == tensor.shape:
-        empty = torch.empty_like(tensor, device="cpu")
-    else:
-        empty = torch.empty(shape, dtype=tensor.dtype, device="cpu")
-    return _param_like(empty, tensor) if isinstance(tensor, nn.Parameter) else empty
+    new = torch.empty_like(tensor, device="cpu")
+    if shape != tensor.shape:
+        new = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+    return _param_like(new, tensor) if isinstance(tensor, nn.Parameter) else new
 
 
 def _param_like(value: Tensor, other: Tensor) -> nn.Parameter:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from xla_fsdp.distributed.context_parallel import mean_over_context
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.placement import placement_in
-from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
+from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device, refuse_changed
 from xla_fsdp.fsdp.engine.param import held_shape
-from xla_fsdp.fsdp.engine.state import FSDPState, refuse_changed
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.chunked.head_loops import HeadConfig, NeededGrads, backward_loop, forward_loop
 from xla_fsdp.nn.chunked.hooks import (
     ChunkedModule,

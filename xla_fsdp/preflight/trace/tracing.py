@@ -337,7 +337,7 @@ def _states() -> list[FSDPState]:
 def _parameter_traffic(state: FSDPState) -> Iterator[ParameterTraffic]:
     for param in state.group.params:
         gathered, reduced = shards_sent(state, param)
-        off_torus = _off_torus(state.group.collectives_of(param))
+        off_torus = _off_torus(param.collectives)
         layout, needs_grad = param.packing.layout, param.leaf.requires_grad
         shard_numel = layout.numel / layout.num_shards
         dtype = param.compute_dtype or param.leaf.dtype

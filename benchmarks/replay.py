@@ -145,7 +145,7 @@ def _runs_alone(program: Any, worker: Any, steps: int) -> float:
 
     from xla_fsdp.xla import ops, programs
 
-    pool, seeds = program._pool(program._reader.read(), []), program._seeds()
+    pool, seeds = program._pool(program.held(), []), program._seeds()
     inputs = [pool[at] if at >= 0 else seeds[at] for at in program._read_at]
     replaced = dict(program._changed_at)
     pairs = [(n, replaced[at]) for n, at in enumerate(program._read_at) if at in replaced]

@@ -42,10 +42,14 @@ class HostNumbers:
     Attributes:
         found: every expression that was computed, with its number.
         outcomes: of comparisons, and of conversions that lose the expression.
+        updates: how to compute each option that the step computed from old numbers, by key.
+        problem: what is wrong if the step gave an option another value; "" if not.
     """
 
     found: dict[Expression, float] = field(default_factory=dict)
     outcomes: dict[Expression, Any] = field(default_factory=dict)
+    updates: dict[Any, Expression] = field(default_factory=dict)
+    problem: str = ""
 
     def source(self, key: Hashable, number: float) -> Any:
         """Return ``number`` as a traced number whose later values are known by ``key``."""

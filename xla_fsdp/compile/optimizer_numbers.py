@@ -5,33 +5,20 @@ They are sources of ``host_numbers``: a program takes numbers computed from them
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from xla_fsdp.compile.host_numbers import Expression, HostNumbers, expression_of, plain
+from xla_fsdp.compile.host_numbers import HostNumbers, expression_of, plain
 
 Key = tuple[Any, ...]
 Begin = tuple[int, float]
 """Number of an optimizer, and with what its counts begin a step."""
-
-
-@dataclass
-class OptionChanges:
-    """What a traced step has done to options of groups.
-
-    Attributes:
-        updates: how to compute the new number, of each option that was computed from old numbers.
-        problem: what is wrong if an option got another value; "" if none did.
-    """
-
-    updates: dict[Key, Expression] = field(default_factory=dict)
-    problem: str = ""
 
 
 def _is_number(value: Any) -> bool:
@@ -44,33 +31,53 @@ def _is_count(value: Any) -> bool:
     )
 
 
-@dataclass
 class Count:
     """A number in the state of a parameter, which most steps raise by one.
 
     Args:
+        state: that of the parameter.
+        name: of the number in it.
         optimizer: the number of the optimizer that has it.
+
+    Attributes:
+        read: returns the number.
+        write: sets it.
     """
 
-    state: dict[str, Any]
-    name: str
-    optimizer: int
+    def __init__(self, state: dict[str, Any], name: str, optimizer: int) -> None:
+        self.state, self.name, self.optimizer = state, name, optimizer
+        self._held = held = state[name]
+        self.read: Callable[[], float]
+        self.write: Callable[[float], Any]
+        if not isinstance(held, Tensor):
+            self.read = lambda: plain(state[name])
+            self.write = partial(state.__setitem__, name)
+        elif held.dtype == torch.bfloat16:  # unknown to numpy
+            self.read, self.write = held.item, held.fill_
+        else:  # reading the memory one by one through torch takes ten times as long
+            memory = held.detach().numpy()
+            self.read, self.write = memory.item, memory.fill
 
     @property
     def begin(self) -> Begin:
         """What counts have in common that are one source: the number that it has now."""
         return self.optimizer, self.read()
 
-    def read(self) -> float:
-        value = self.state[self.name]
-        return value.item() if isinstance(value, Tensor) else plain(value)
+    def is_held(self) -> bool:
+        """Return whether the state still holds the same tensor, if it is one."""
+        return not isinstance(self._held, Tensor) or self.state.get(self.name) is self._held
 
-    def write(self, number: float) -> None:
-        value = self.state[self.name]
-        if isinstance(value, Tensor):
-            value.fill_(number)
-        else:
-            self.state[self.name] = number
+
+def _note_change(numbers: HostNumbers, key: Key, value: Any) -> None:
+    if isinstance(value, tuple):  # of another group, from which an optimizer around it copies
+        for number, each in enumerate(value):
+            _note_change(numbers, (*key, number), each)
+    elif plain(value) is not value:
+        numbers.updates[key] = expression_of(value)
+    else:
+        numbers.problem = (
+            f"the step sets {key[2]} of the optimizer's group {key[1]}; set it before the step"
+        )
 
 
 class OptimizerNumbers:
@@ -126,17 +133,13 @@ class OptimizerNumbers:
         return found
 
     @contextmanager
-    def traced(self, numbers: HostNumbers, keys: dict[Begin, Key]) -> Iterator[OptionChanges]:
+    def traced(self, numbers: HostNumbers, keys: dict[Begin, Key]) -> Iterator[None]:
         """Let optimizers compute with traced numbers inside the block.
 
         Args:
-            numbers: gets the expressions.
+            numbers: gets the expressions, and what the block has done to options.
             keys: of counts, ``keys_of``.
-
-        Yields:
-            What the block has done to options, filled in when it ends.
         """
-        changes = OptionChanges()
         placed: list[tuple[Key | None, dict[str, Any], str, Any]] = []
         for number, group, name, value in self._groups():
             key = ("option", number, name)
@@ -154,12 +157,12 @@ class OptimizerNumbers:
                 count.state[count.name] = numbers.source(keys[count.begin], value)
                 placed.append((None, count.state, count.name, None))
         try:
-            yield changes
+            yield
         finally:
             for option, mapping, name, before in placed:
                 value = mapping.get(name)
                 if option is not None and value is not before:
-                    self._note_change(changes, option, value)
+                    _note_change(numbers, option, value)
                 mapping[name] = tuple(map(plain, value)) if type(value) is tuple else plain(value)
 
     @contextmanager
@@ -176,17 +179,6 @@ class OptimizerNumbers:
         self.write_options(options)
         for count, number in zip(self.counts(), counts, strict=True):
             count.write(number)
-
-    def _note_change(self, changes: OptionChanges, key: Key, value: Any) -> None:
-        if isinstance(value, tuple):  # of another group, from which an optimizer around it copies
-            for number, each in enumerate(value):
-                self._note_change(changes, (*key, number), each)
-        elif plain(value) is not value:
-            changes.updates[key] = expression_of(value)
-        else:
-            changes.problem = (
-                f"the step sets {key[2]} of the optimizer's group {key[1]}; set it before the step"
-            )
 
     def write_options(self, values: Mapping[Key, float]) -> None:
         """Set options to numbers, by key."""
@@ -214,62 +206,3 @@ class OptimizerNumbers:
             for name, value in list(group.items()):
                 if name != "params":
                     yield number, group, name, value
-
-
-class Counts:
-    """Some counts, which are read and advanced at once.
-
-    Args:
-        counts: all of them.
-        groups: positions of counts that are expected to be equal, for each such number.
-        deltas: what a step adds to each count.
-    """
-
-    def __init__(
-        self, counts: Sequence[Count], groups: Sequence[Sequence[int]], deltas: Sequence[float]
-    ) -> None:
-        values = [count.state[count.name] for count in counts]
-        # A tensor's memory: reading one by one through torch takes ten times as long.
-        found = [(each, _memory(value)) for each, value in zip(counts, values, strict=True)]
-        reads = [each.read if array is None else array.item for each, array in found]
-        writes = [each.write if array is None else array.fill for each, array in found]
-        self._reads = [[reads[at] for at in group] for group in groups]
-        self._writes = [
-            [(delta, [writes[at] for at in group if deltas[at] == delta]) for delta in {*deltas}]
-            for group in groups
-        ]
-        held = [each for each, value in zip(counts, values, strict=True) if _is_tensor(value)]
-        self._states = [each.state for each in held]
-        self._names = [each.name for each in held]
-        self._tensors = [value for value in values if _is_tensor(value)]
-
-    def are_held(self) -> bool:
-        """Return whether optimizers still hold the same tensors."""
-        found = map(dict.get, self._states, self._names)
-        return all(map(operator.is_, found, self._tensors))
-
-    def read(self) -> list[set[float]]:
-        """Return the numbers of each group, which is one if they are equal."""
-        # Never all of them: memory for a thousand numbers is all over a large process, and slow.
-        return [{read() for read in reads} for reads in self._reads]
-
-    def advance(self, numbers: Sequence[float]) -> None:
-        """Add the deltas to the numbers of the groups."""
-        for number, parts in zip(numbers, self._writes, strict=True):
-            for delta, writes in parts:
-                advanced = number + delta
-                for write in writes:
-                    write(advanced)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _memory(value: Any) -> Any:
-    """Return the memory of a tensor as a numpy array; None for a number, or if numpy has no such
-    dtype."""
-    try:
-        return value.detach().numpy() if _is_tensor(value) else None
-    except TypeError:
-        return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,24 +18,25 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.compile.host_numbers import Expression, evaluate, sources_of
-from xla_fsdp.compile.optimizer_numbers import Counts, Key, OptimizerNumbers
+from xla_fsdp.compile.optimizer_numbers import Count, Key, OptimizerNumbers
 from xla_fsdp.compile.seen import Operation
-from xla_fsdp.compile.slots import Entry, Slot, SlotReader, kind
+from xla_fsdp.compile.slots import Entry, Slot
+from xla_fsdp.compile.state import Facts
 from xla_fsdp.fsdp.engine.schedule import Schedule
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.xla import ops, programs
 from xla_fsdp.xla.host import execute_pending
 
 Reference = tuple[Any, ...]
-"""Where an input comes from, or a result goes: ("argument", n), ("slot", n), ("host", n),
-("result", n); ("seed", n) is the random number state after n drawings."""
+"""Where an input or a returned leaf comes from, or a result goes: ("argument", n), ("slot", n),
+("host", n), ("result", n), ("plain", value); ("seed", n) is the random number state after n
+drawings."""
 
 FIRST_CHECK = 2
 
 # In C, as there are a thousand tensors in each step.
 _REFERENT: Callable[[Any], Any] = weakref.ref.__call__
-_SIZE = operator.attrgetter("shape")
-_DTYPE = operator.attrgetter("dtype")
+_SHAPE_AND_DTYPE = operator.attrgetter("shape", "dtype")
 
 
 @dataclass
@@ -55,11 +55,6 @@ class HostInput:
     device_value: Tensor
     candidates: set[Expression | None]
 
-    @property
-    def sources(self) -> frozenset[Any]:
-        """Keys of the numbers that the candidates are computed from."""
-        return frozenset().union(*(sources_of(each) for each in self.candidates if each))
-
     def same_constant(self, other: HostInput) -> bool:
         """Return whether both had the same value when they were traced, to the bit."""
         return _same(self.traced, other.traced)
@@ -70,14 +65,6 @@ def _same(first: Tensor, second: Tensor) -> bool:
         return False
     # By their bytes: NaN is a constant, too.
     return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (first, second)))
-
-
-@dataclass(frozen=True)
-class Returned:
-    """What a step returns: leaves of a tree, each a reference or ("plain", value)."""
-
-    leaves: list[tuple[Any, ...]]
-    tree: Any
 
 
 @dataclass
@@ -116,6 +103,7 @@ class Program:
         hosts: inputs that the host made.
         outputs: where each result of the program goes; a slot that gets a new tensor is in ``new``.
         emptied: slots that hold nothing after the step.
+        returned: the leaves of what the step returns, a ``tree``.
         last_seed: the random number state from which the next step's is computed: ("draws", n)
             after n drawings, or ("constant", state).
         unreduced: units of each context with unreduced gradients after the step.
@@ -128,7 +116,7 @@ class Program:
     """
 
     code: bytes
-    facts: list[Any]
+    facts: Facts
     slots: list[Slot]
     kinds: list[tuple[Any, ...] | None]
     inputs: list[Reference]
@@ -136,7 +124,8 @@ class Program:
     outputs: list[list[Reference]]
     new: set[int]
     emptied: list[int]
-    returned: Returned
+    returned: list[Reference]
+    tree: Any
     numbers: Numbers
     collectives: tuple[str, ...]
     last_seed: tuple[str, int]
@@ -153,33 +142,8 @@ class Program:
     _held: list[Any] = field(default_factory=list)
     _memories: list[int] = field(default_factory=list)
     _sharing: list[int] = field(default_factory=list)
-    _counts: Counts | None = None
-    _counted: list[float] = field(default_factory=list)
+    _counts: list[Count] | None = None
     _known: dict[Key, float] = field(default_factory=dict)
-    _used: Mapping[Key, float] = field(default_factory=dict)
-    _computed: list[tuple[frozenset[Any], HostInput]] = field(default_factory=list)
-
-    def compact(self) -> Program:
-        """Return the program without slots that it does not use."""
-        leaves = self.returned.leaves
-        references = [*self.inputs, *(goal for goals in self.outputs for goal in goals), *leaves]
-        used = {reference[1] for reference in references if reference[0] == "slot"}
-        order = sorted(used.union(self.emptied, self.new), key=lambda n: (kind(self.slots[n]), n))
-        number = {old: new for new, old in enumerate(order)}
-
-        def renumbered(reference: Reference) -> Reference:
-            return ("slot", number[reference[1]]) if reference[0] == "slot" else reference
-
-        return dataclasses.replace(
-            self,
-            slots=[self.slots[old] for old in order],
-            kinds=[self.kinds[old] for old in order],
-            inputs=[*map(renumbered, self.inputs)],
-            outputs=[[*map(renumbered, goals)] for goals in self.outputs],
-            new={number[old] for old in self.new},
-            emptied=[number[old] for old in self.emptied],
-            returned=Returned([*map(renumbered, leaves)], self.returned.tree),
-        )
 
     # ------------------------------------------------------------ confirmation
 
@@ -203,7 +167,7 @@ class Program:
         return (
             self.is_same(dataclasses.replace(other, last_seed=self.last_seed))
             and all(map(HostInput.same_constant, self.hosts, other.hosts))
-            and self.returned == other.returned
+            and (self.returned, self.tree) == (other.returned, other.tree)
             and self.numbers.deltas == other.numbers.deltas
             and self.collectives == other.collectives
         )
@@ -239,8 +203,7 @@ class Program:
         self.arguments = other.arguments
         self.numbers, self.operations = other.numbers, other.operations
         self.collectives, self.compiled = other.collectives, other.compiled
-        self._tensors, self._counts, self._used = [], None, {}
-        self._computed = [(host.sources, host) for host in self.hosts if host.sources]
+        self._tensors, self._counts = [], None
         self.confirmed = not unknown
         return unknown
 
@@ -261,12 +224,12 @@ class Program:
             self._held = []  # or it would keep them alive
         return reason
 
-    @functools.cached_property
-    def _reader(self) -> SlotReader:
-        return SlotReader(self.slots)
+    def held(self) -> list[Any]:
+        """Return what is in the slots."""
+        return [slot.get() for slot in self.slots]
 
     def _slots_differ(self) -> str:
-        held = self._reader.read()
+        held = self.held()
         # A shard would answer for the whole parameter; it is its data that can be replaced.
         with torch._C.DisableTorchFunctionSubclass():
             return self._differing(held)
@@ -298,8 +261,7 @@ class Program:
             return (
                 len(self._tensors) == len(kept)
                 and all(map(operator.is_, kept, map(_REFERENT, self._tensors)))
-                and all(map(operator.eq, map(_SIZE, kept), self._sizes))
-                and all(map(operator.is_, map(_DTYPE, kept), self._dtypes))
+                and all(map(operator.eq, map(_SHAPE_AND_DTYPE, kept), self._shapes_and_dtypes))
                 and all(kind_of(held[number]) == self.kinds[number] for number in self._replaced)
             )
         except AttributeError:  # a tensor is gone, and its slot holds None as its reference does
@@ -311,12 +273,8 @@ class Program:
         return [n for n, each in enumerate(self.kinds) if each and n not in self.new]
 
     @functools.cached_property
-    def _sizes(self) -> list[torch.Size]:
-        return [each[0] for each in map(self.kinds.__getitem__, self._kept) if each]
-
-    @functools.cached_property
-    def _dtypes(self) -> list[torch.dtype]:
-        return [each[1] for each in map(self.kinds.__getitem__, self._kept) if each]
+    def _shapes_and_dtypes(self) -> list[tuple[Any, ...]]:
+        return [each[:2] for each in map(self.kinds.__getitem__, self._kept) if each]
 
     @functools.cached_property
     def _replaced(self) -> list[int]:
@@ -341,43 +299,37 @@ class Program:
         for key, value in options.items():
             if old.options.get(key) != value and key not in self.varied:
                 return f"{key[2]} of group {key[1]} changed for the first time"
-        if self._counts is None or not self._counts.are_held():
-            counts = numbers.counts()
-            if not len(counts) == len(old.deltas) == sum(map(len, old.members)):
+        if self._counts is None or not all(map(Count.is_held, self._counts)):
+            self._counts = numbers.counts()
+            if not len(self._counts) == len(old.deltas) == sum(map(len, old.members)):
+                self._counts = None
                 return "the number of counts in optimizer states"
-            self._counts = Counts(counts, old.members, old.deltas)
-        read = self._counts.read()
+        read = [{self._counts[at].read() for at in group} for group in old.members]
         if any(len(found) != 1 for found in read):
             return "counts of steps that were equal differ"
-        self._counted = [found.pop() for found in read]
-        self._known = options | dict(zip(old.keys, self._counted, strict=True))
+        counted = [found.pop() for found in read]
+        self._known = options | dict(zip(old.keys, counted, strict=True))
         return self._host_inputs_differ(self._known)
 
     def _host_inputs_differ(self, known: Mapping[Any, float]) -> str:
-        """Compute host inputs from numbers, unless these are what they were the last time."""
-        used, self._used = self._used, {}
-        changed = {key for key, value in known.items() if not _is_equal(value, used.get(key))}
+        """Compute host inputs from numbers."""
         for compared, outcome in self.numbers.outcomes.items():
             if evaluate(compared, known) != outcome:
                 return "a comparison of numbers of the optimizer has another outcome"
-        affected = [host for sources, host in self._computed if not changed.isdisjoint(sources)]
-        for host in affected:
+        changed: list[tuple[HostInput, Tensor]] = []
+        for host in self.hosts:
             first, *others = [
                 host.value if each is None else _number(each, known, host.value)
                 for each in host.candidates
             ]
             if not all(_same(first, each) for each in others):
                 return "numbers that were equal differ"
-            host.value = first
-        on_device = ops.upload_all([host.value for host in affected])
-        for host, value in zip(affected, on_device, strict=True):
-            host.device_value = value
-        self._used = known
+            if not _same(first, host.value):
+                changed.append((host, first))
+        on_device = ops.upload_all([value for _, value in changed])
+        for (host, value), device_value in zip(changed, on_device, strict=True):
+            host.value, host.device_value = value, device_value
         return ""
-
-    @functools.cached_property
-    def _read_and_new(self) -> list[int]:
-        return [n for n in (*self.emptied, *self.new) if ("slot", n) in self.inputs]
 
     # ------------------------------------------------------------ a replay
 
@@ -386,9 +338,6 @@ class Program:
 
         Not in a thread that an interrupt ends, or it may part what is donated from what takes its
         place.
-
-        Raises:
-            programs.ProgramGoneError: if it has to be traced again; nothing has changed then.
         """
         pool = self._pool(self._held, arguments)
         changed = [pool[at] for at, _ in self._changed_at]
@@ -410,17 +359,11 @@ class Program:
         numbers: OptimizerNumbers,
     ) -> list[Any]:
         """Run the program and change all that a step changes; empties ``inputs``."""
-        replaced = [(self.slots[number], self.slots[number].get()) for number in self._read_and_new]
         for number in self.emptied:
             self.slots[number].set(None)
         for number in self.new:  # old gradients are freed before the step
             self.slots[number].free()
-        try:
-            results = programs.run_again(self.code, inputs)
-        except programs.ProgramGoneError:
-            for slot, value in replaced:
-                slot.set(value)
-            raise
+        results = programs.run_again(self.code, inputs)
         inputs.clear()
         self._put_new(results)
         values = [results[number] for _, number in self._changed_at]
@@ -438,8 +381,8 @@ class Program:
         return self.leaves(results, arguments)
 
     def _advance_numbers(self, numbers: OptimizerNumbers) -> None:
-        if self._counts is not None:
-            self._counts.advance(self._counted)
+        for count, delta in zip(self._counts or (), self.numbers.deltas, strict=True):
+            count.write(count.read() + delta)
         updates = self.numbers.updates.items()
         numbers.write_options({key: evaluate(each, self._known) for key, each in updates})
 
@@ -453,7 +396,7 @@ class Program:
 
     def place(self, results: Sequence[Tensor], arguments: Sequence[Any]) -> None:
         """Put the results of the program where they belong."""
-        held = self._reader.read()
+        held = self.held()
         self._sharing = _sharing(self._memories_of(held))
         pool = self._pool(held, arguments)
         self._put_new(results)
@@ -534,7 +477,7 @@ class Program:
 
     def leaves(self, results: Sequence[Tensor], arguments: Sequence[Any]) -> list[Any]:
         """Return the leaves of what the step returns."""
-        return [self._leaf(leaf, results, arguments) for leaf in self.returned.leaves]
+        return [self._leaf(leaf, results, arguments) for leaf in self.returned]
 
     def _leaf(self, leaf: tuple[Any, ...], results: Sequence[Tensor], arguments: Any) -> Any:
         if leaf[0] == "plain":
@@ -559,11 +502,6 @@ def kind_of(value: Any) -> tuple[Any, ...] | None:
         return None
     with torch._C.DisableTorchFunctionSubclass():  # a shard answers for the whole parameter
         return value.shape, value.dtype, value.device, *programs.views_of(value)
-
-
-def _is_equal(first: float, second: float | None) -> bool:
-    """Return whether both are the same number; zeros differ by their sign."""
-    return first == second and math.copysign(1, first) == math.copysign(1, second)
 
 
 def _number(expression: Expression, known: Mapping[Any, float], like: Tensor) -> Tensor:

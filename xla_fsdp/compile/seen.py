@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -80,31 +80,15 @@ def user_place() -> str:
     return str(Place(sys._getframe(1)))
 
 
-class Operation(NamedTuple):
-    """A function of torch that a step called.
-
-    Args:
-        args: what stands for its arguments: a tensor's shape and dtype, a number.
-    """
-
-    name: str
-    args: Any
-    kwargs: Any
-    place: Place
-
-    def __str__(self) -> str:
-        return f"{self.name}{self.args}".replace("'", "")
-
-    def is_like(self, other: Operation) -> bool:
-        """Return whether another one did the same, wherever it was called."""
-        return self[:3] == other[:3]
-
+Operation = tuple[str, Place]
+"""A function of torch that a step called, with what stands for its arguments, and where."""
 
 _NO_OPERATIONS = ("__get__", "__set__", "size", "dim", "register_hook", "backward")
 
 
 def _shown(value: Any) -> Any:
-    """Return what stands for an argument; numbers of optimizers are no constants."""
+    """Return what stands for an argument: a tensor's shape and dtype, a number; those of optimizers
+    are no constants."""
     if isinstance(value, Tensor):
         return f"{value.dtype}{[*value.shape]}".removeprefix("torch.")
     if isinstance(value, list | tuple):
@@ -149,7 +133,8 @@ class Seen(TorchFunctionMode):
             self._note(result, place)
             name = getattr(func, "__name__", "")
             if name not in _NO_OPERATIONS:
-                self.operations.append(Operation(name, _shown(args), _shown(kwargs or {}), place))
+                called = f"{name}{_shown(args)}{_shown(kwargs) if kwargs else ''}"
+                self.operations.append((called.replace("'", ""), place))
             if name in DRAWS and not _on_device(result):
                 self.draws.setdefault(str(place))
             if from_host and isinstance(result, Tensor) and result.is_xla:  # type: ignore[attr-defined]

@@ -5,7 +5,6 @@ A program reads its inputs from slots and puts its results into them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,27 +112,3 @@ class Inside:
 Slot = Entry | Gradient | Inside
 """``set`` to None empties a slot; ``free`` lets go of its tensor, but not of its place in a dict,
 whose order shows in state dicts."""
-
-
-def kind(slot: Slot) -> int:
-    """Return what ``SlotReader`` wants slots to be sorted by."""
-    return {Entry: 0, Gradient: 1}.get(type(slot), 2)
-
-
-class SlotReader:
-    """Reads many slots, sorted by ``kind``, at once."""
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        entries = [slot for slot in slots if isinstance(slot, Entry)]
-        self._mappings = [slot.mapping for slot in entries]
-        self._keys = [slot.key for slot in entries]
-        self._params = [slot.param for slot in slots if isinstance(slot, Gradient)]
-        self._others = [slot for slot in slots if kind(slot) == 2]
-
-    def read(self) -> list[Any]:
-        """Return what is in the slots."""
-        return [
-            *map(dict.get, self._mappings, self._keys),
-            *[param.grad for param in self._params],
-            *[slot.get() for slot in self._others],
-        ]

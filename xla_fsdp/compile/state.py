@@ -16,8 +16,8 @@ import operator
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,8 @@ HOOK_OPTIONS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-DICTS = (*HOOKS, "_parameters", "_modules")
 # In C, as a large model has thousands of parameters and attributes.
+_HELD = operator.itemgetter(*HOOKS, *HOOK_OPTIONS, "_parameters", "_modules")
 _GRAD = operator.attrgetter("grad")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _HOOKS_OF = operator.attrgetter("_backward_hooks")
@@ -87,22 +87,20 @@ class State:
                 self._add(type(each).__name__, each)
         self._objects.append(("state", given))  # where its tensors are
         self._bodies: list[Body] = []
-        for label, value in self._objects:  # which grows
-            for way, inner in _tensors_and_parts(value):
-                if isinstance(inner, Body):
-                    self._bodies.append(inner)
-                elif not isinstance(inner, Tensor):
-                    self._add(f"{label}{_shown_way(way)}", inner)
+        for label, _, way, inner in self._contents():  # which grows
+            if isinstance(inner, Body):
+                self._bodies.append(inner)
+            elif not isinstance(inner, Tensor):
+                self._add(f"{label}{_shown_way(way)}", inner)
         self.modules = list(self.labels)
         self.units = list(dict.fromkeys(unit for root in self.labels for unit in units_in(root)))
         self.params = self._find_params()
         self.numbers = OptimizerNumbers(self.optimizers)
-        self._module_facts = [_ModuleFacts(module) for module in self.modules]
-        self._attributes = _attributes_of(self._module_facts)
-        self._dicts = [each for module in self.modules for each in _dicts_of(module)]
-        self._held: list[Any] = []
-        self._facts_of_held: list[Any] = []
-        self._facts = [*self._make_facts_of_held(), *self._make_facts()]
+        self._namesakes = self._find_namesakes()
+        self._attributes = [*map(vars, self.modules)]
+        held = itertools.chain.from_iterable(map(_HELD, self._attributes))
+        self._dicts = [each for each in held if isinstance(each, dict)]  # a wrapper has views
+        self._others = [*self._find_others()]
 
     @property
     def constants(self) -> list[Tensor]:
@@ -137,72 +135,68 @@ class State:
 
     # ------------------------------------------------------------ facts
 
-    def facts(self, modes: tuple[Any, ...] | None = None) -> list[Any]:
+    def facts(self, modes: tuple[Any, ...] | None = None) -> Facts:
         """Return all facts now, to be compared with those of another time.
 
         Args:
             modes: ``modes_now()`` of another thread than the caller's.
         """
-        # Nothing is compared one by one if the very objects are held that were held before.
+        # All in C: most of the time goes into touching some thousand objects.
+        chain = itertools.chain.from_iterable
+        filled = [*filter(None, self._dicts)]
+        values = (
+            map(operator.itemgetter(*names), map(vars, modules))
+            for names, modules in self._namesakes.items()
+        )
         try:
-            held = [*self._find_held()]
-        except KeyError:  # an attribute is gone
-            held = []
-        same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
-        number = len(self.modules) + len(self.optimizers)
-        if not (same and held):
-            self._held = held
-            self._facts_of_held = [read() for _, read in self._facts[:number]]
-        modes = modes_now() if modes is None else modes
-        return [*self._facts_of_held, modes, *(read() for _, read in self._facts[number + 1 :])]
-
-    def _find_held(self) -> Iterator[Any]:
-        """Return what modules and optimizers hold, as far as facts come from it."""
-        # No more of a module than that: most of the time goes into touching a thousand objects.
-        groups = (group for each in self.optimizers for group in each.param_groups)
-        attributes = (map(get, each) for get, each in self._attributes)
-        return itertools.chain(
-            itertools.chain.from_iterable(itertools.chain.from_iterable(attributes)),
-            itertools.chain.from_iterable(map(len, each) for _, each in self._attributes),
-            itertools.chain.from_iterable(map(dict.values, filter(None, self._dicts))),
-            itertools.chain.from_iterable(each.state.values() for each in self.optimizers),
-            itertools.chain.from_iterable(group["params"] for group in groups),
+            plain = [*chain(chain(values))]
+        except KeyError as gone:  # an attribute
+            plain = [str(gone)]
+        held = map(_HELD, self._attributes)
+        return Facts(
+            plain,
+            _Same(itertools.chain(chain(held), chain(filled), chain(map(dict.values, filled)))),
+            [*map(_objects_of, self.optimizers)],
+            [modes or modes_now(), *(read() for _, read in self._others[1:])],
         )
 
-    def has_states_of(self, before: Sequence[Any], now: Sequence[Any]) -> bool:
-        """Return whether optimizers hold the parameters and states that they held before."""
-        of_optimizers = slice(len(self.modules), len(self.modules) + len(self.optimizers))
-        return before[of_optimizers] == now[of_optimizers]
-
-    def describe(self, before: Sequence[Any], now: Sequence[Any]) -> str:
+    def describe(self, before: Facts, now: Facts) -> str:
         """Say in words which facts differ."""
-        if len(before) != len(now):
-            return "the modules or optimizers that the step uses"
-        for (label, read), old, new in zip(self._facts, before, now, strict=True):
-            if old != new and isinstance(read, _ModuleFacts):
-                return f"{label}: {read.difference(old, new)}"
+        if changes := self.changed_attributes(before, now):
+            [(first, _, _), *_] = changes
+            found = (f"{name} {change}" for label, name, change in changes if label == first)
+            return f"{first}: {', '.join(found)}"
+        if (before.plain, before.parts) != (now.plain, now.parts):
+            return "attributes, hooks, children or parameters of modules"
+        pairs = enumerate(zip(self.optimizers, before.states, now.states, strict=False))
+        for number, (optimizer, old, new) in pairs:
+            if old != new:
+                return f"parameters or states of {_name(optimizer, number)}"
+        for (label, _), old, new in zip(self._others, before.others, now.others, strict=False):
             if old != new:
                 return label
-        return "nothing"
+        return "the modules or optimizers that the step uses"
 
-    def changed_numbers(
-        self, before: Sequence[Any], now: Sequence[Any]
-    ) -> Iterator[tuple[str, str]]:
-        """Yield label and change of the plain values of modules that differ."""
-        for (label, read), old, new in zip(self._facts, before, now, strict=False):
-            if isinstance(read, _ModuleFacts):
-                for name, a, b in zip(("training", *read.names), old[0], new[0], strict=False):
-                    if a != b:
-                        yield f"{label}.{name}", shown([(a, b)])
+    def changed_attributes(self, before: Facts, now: Facts) -> list[tuple[str, str, str]]:
+        """Return label of the module, name and change of plain attributes that differ."""
+        groups = self._namesakes.items()
+        places = (
+            (self.labels[m], name) for names, modules in groups for m in modules for name in names
+        )
+        pairs = zip(places, before.plain, now.plain, strict=False)
+        return [(*place, shown([(old, new)])) for place, old, new in pairs if old != new]
 
-    def _make_facts_of_held(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield from zip(self.labels.values(), self._module_facts, strict=True)
-        for number, optimizer in enumerate(self.optimizers):
-            label = f"parameters or states of {_name(optimizer, number)}"
-            yield label, functools.partial(_optimizer_objects, optimizer)
+    def _find_namesakes(self) -> dict[tuple[str, ...], list[nn.Module]]:
+        """Return the modules by the names of their plain attributes."""
+        found: dict[tuple[str, ...], list[nn.Module]] = {}
+        for module in self.modules:
+            names = sorted(name for name, each in vars(module).items() if _is_plain(each))
+            found.setdefault(tuple(dict.fromkeys(("training", *names))), []).append(module)
+        return found
 
-    def _make_facts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def _find_others(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "torch's modes (grad, autocast, default dtype), or context_parallel", modes_now
+        yield "the number of attributes of a module", lambda: [*map(len, self._attributes)]
         yield (
             "requires_grad, hooks, or whether there is a gradient, of parameters",
             self._param_facts,
@@ -240,19 +234,27 @@ class State:
 
     def host_tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors of the host that modules and other objects hold, with labels."""
-        own = [
-            (f"{label}.{n}", t) for m, label in self.labels.items() for n, t in m._buffers.items()
-        ]
-        inside = [
-            (f"{label}{_shown_way(way)}", inner)
-            for label, value in self._objects
-            for way, inner in _tensors_and_parts(value)
-        ]
+        buffers = (
+            (f"{label}.{name}", each)
+            for module, label in self.labels.items()
+            for name, each in module._buffers.items()
+        )
+        inside = (
+            (f"{label}{_shown_way(way)}", each)
+            for label, _, way, each in self._contents()
+            if isinstance(each, Tensor)
+        )
         return [
             (label, each)
-            for label, each in own + inside
+            for label, each in itertools.chain(buffers, inside)
             if isinstance(each, Tensor) and each.device.type == "cpu" and not each.is_inference()
         ]
+
+    def _contents(self) -> Iterator[tuple[str, Any, Way, Any]]:
+        """Yield what is in the objects: the object with its label, the way, and what is there."""
+        for label, value in self._objects:
+            for way, inner in _tensors_and_parts(value):
+                yield label, value, way, inner
 
     def _places(self) -> Iterator[tuple[str, Slot]]:
         in_modules = {id(p) for module in self.modules for p in module._parameters.values()}
@@ -278,13 +280,10 @@ class State:
         for unit in self.units:
             for way in unit.group.replay_places():
                 yield "an unreduced gradient", Inside(unit.group, way)
-        for label, value in self._objects:
-            for way, inner in _tensors_and_parts(value):
-                # The attributes of modules are above.
-                if isinstance(inner, Tensor) and not (
-                    isinstance(value, nn.Module) and len(way) == 1
-                ):
-                    yield f"{label}{_shown_way(way)}", Inside(value, way)
+        for label, value, way, inner in self._contents():
+            is_attribute = isinstance(value, nn.Module) and len(way) == 1  # it is above
+            if isinstance(inner, Tensor) and not is_attribute:
+                yield f"{label}{_shown_way(way)}", Inside(value, way)
 
     def _find_params(self) -> list[Tensor]:
         in_modules = (p for module in self.modules for p in module._parameters.values())
@@ -377,59 +376,6 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _attributes_of(
-    facts: Sequence[_ModuleFacts],
-) -> list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], list[dict[str, Any]]]]:
-    """Return the attributes of modules, those with the same names together, and what reads those
-    that facts come from."""
-    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for each in facts:
-        found.setdefault((*each.names, *DICTS), []).append(each.attributes)
-    return [(operator.itemgetter(*names), each) for names, each in found.items()]
-
-
-def _dicts_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the dicts that the facts of a module come from, but for buffers, which steps
-    replace."""
-    found = [vars(module)[name] for name in DICTS]
-    return [each for each in found if isinstance(each, dict)]  # those of a wrapper are views
-
-
-class _ModuleFacts:
-    """Reads the plain attributes, hooks and children of a module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.attributes = vars(module)
-        names = [name for name, each in self.attributes.items() if _is_plain(each)]
-        self.names = sorted(names)
-        self._plain = operator.itemgetter("training", *self.names)
-        self._hooks = operator.itemgetter(*HOOKS, *HOOK_OPTIONS)
-        self._held = operator.itemgetter("_parameters", "_buffers")
-
-    def difference(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
-        """Say which attributes differ between two results of a call."""
-        if old[0] == new[0]:
-            return "its attributes, hooks, children or parameters"
-        pairs = zip(("training", *self.names), old[0], new[0], strict=False)
-        found = (f"{name} {shown([(a, b)])}" for name, a, b in pairs if a != b)
-        return ", ".join(dict.fromkeys(found))
-
-    def __call__(self) -> tuple[Any, ...]:
-        attributes = self.attributes
-        try:
-            plain = self._plain(attributes)
-        except KeyError as gone:
-            plain = (str(gone),)
-        return (
-            plain,
-            len(attributes),
-            [*map(tuple, self._hooks(attributes))],
-            [(id(held), *held) for held in self._held(attributes)],
-            [*map(id, attributes["_parameters"].values())],
-            [*map(id, attributes["_modules"].values())],
-        )
-
-
 def shown(pairs: list[tuple[Any, Any]]) -> str:
     """Say what each old value is now."""
     return ", ".join(f"{str(old)[:60]} is now {str(new)[:60]}" for old, new in pairs)
@@ -448,30 +394,48 @@ def modes_now() -> tuple[Any, ...]:
 
 
 class _Same:
-    """Equal to that of the same object; it keeps the object, whose ``id`` would be another's."""
+    """Equal to that of the same objects; it keeps them, whose ``id`` would be others'."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self._objects = [*objects]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
+        return (
+            isinstance(other, _Same)
+            and len(self._objects) == len(other._objects)
+            and all(map(operator.is_, self._objects, other._objects))
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _optimizer_objects(optimizer: Optimizer) -> tuple[Any, ...]:
-    # States are new ones, if a state dict was loaded.
-    return (
-        [[*map(id, group["params"])] for group in optimizer.param_groups],
-        [*map(id, _states(optimizer))],
-    )
+class Facts(NamedTuple):
+    """What programs depend on of a state, but for its tensors.
+
+    Args:
+        plain: attributes of modules.
+        parts: parameters, children and hooks of modules, by name, and the dicts that hold them.
+        states: parameters and states of each optimizer; states are new ones, if a state dict was
+            loaded.
+        others: of torch's modes, parameters, units and optimizers.
+    """
+
+    plain: list[Any]
+    parts: _Same
+    states: list[_Same]
+    others: list[Any]
+
+
+def _objects_of(optimizer: Optimizer) -> _Same:
+    params = (group["params"] for group in optimizer.param_groups)
+    return _Same(itertools.chain(_states(optimizer), *params))
 
 
 def _optimizer_facts(optimizer: Optimizer) -> tuple[Any, ...]:
     return (
         [
             (
-                _Same(group),
+                _Same([group]),
                 len(group["params"]),
                 [v for v in group.values() if v is None or isinstance(v, bool | str)],
                 len(group),

@@ -30,7 +30,7 @@ from xla_fsdp.compile.state import PLAIN, State, find_given, modes_now, refuse_c
 from xla_fsdp.compile.trace import Trace
 from xla_fsdp.fsdp.engine.deferred import UninitializedShard
 from xla_fsdp.optim.optimizers import make_state
-from xla_fsdp.xla import ops, programs
+from xla_fsdp.xla import ops
 from xla_fsdp.xla.worker import Worker
 
 MANY_TRACES = 12
@@ -227,8 +227,7 @@ class _RankStep:
         self._traces_always = ""
         self._device = ops.device()
         self._programs: dict[Any, list[Program]] = {}
-        self._changed_plain: Counter[str] = Counter()
-        self._drawn: Counter[str] = Counter()
+        self._happened: Counter[str] = Counter()  # what only a first step may do
         self._given = _given_to(step, options.state)
         self._state = State(self._given, self._device)
         self._objects: dict[int, Any] = {}  # arguments that are no tensors or plain values
@@ -284,13 +283,9 @@ class _RankStep:
         if not checked and self._is_due(program):
             return False, program
         self._first_replay = min(self._first_replay, time.perf_counter())
-        try:
-            found = program.replay(leaves, self._state.numbers)
-        except programs.ProgramGoneError:
-            self._programs[key].remove(program)
-            return False, "torch_xla had dropped the program"
+        found = program.replay(leaves, self._state.numbers)
         self.replays += 1
-        return True, pytree.tree_unflatten(found, program.returned.tree)
+        return True, pytree.tree_unflatten(found, program.tree)
 
     def _is_due(self, program: Program) -> bool:
         """Return whether the next replay of a program is checked."""
@@ -443,7 +438,7 @@ class _RankStep:
         self._programs = {
             key: kept
             for key, known in self._programs.items()
-            if (kept := [each for each in known if same and new.has_states_of(each.facts, facts)])
+            if (kept := [each for each in known if same and each.facts.states == facts.states])
         }
 
     def _learn(self, key: Any, trace: Trace) -> None:
@@ -451,7 +446,7 @@ class _RankStep:
         if trace.problem or program is None:
             self._give_up(trace.problem or "the step computes nothing on the device")
             return
-        if problem := self._find_counter(trace) or self._find_draws(trace):
+        if problem := self._find_repeated(trace):
             self._give_up(problem, HAND_OVER)
             return
         known = self._programs.setdefault(key, [])
@@ -464,21 +459,18 @@ class _RankStep:
                 return
         known.append(program)
 
-    def _find_counter(self, trace: Trace) -> str:
-        """Return what is wrong if the step itself has changed the same plain value twice."""
-        for label, change in self._state.changed_numbers(trace.facts, trace.facts_after):
-            self._changed_plain[label] += 1
-            if self._changed_plain[label] > 1:
-                return f"the step changes a number of the host itself: {label} ({change})"
-        return ""
-
-    def _find_draws(self, trace: Trace) -> str:
-        """Return what is wrong if the host drew random numbers, which a first step alone may."""
-        for place in trace.seen.draws:
-            self._drawn[place] += 1
-            if self._drawn[place] > 1:
-                return f"the step draws random numbers on the host at {place}"
-        return ""
+    def _find_repeated(self, trace: Trace) -> str:
+        """Return what is wrong if the step has twice changed a plain value of the state, or drawn
+        random numbers on the host, which a first step alone may."""
+        changes = self._state.changed_attributes(trace.facts, trace.facts_after)
+        found = {
+            f"changes a number of the host itself: {module}.{name}": f" ({change})"
+            for module, name, change in changes
+        }
+        found |= {f"draws random numbers on the host at {place}": "" for place in trace.seen.draws}
+        self._happened.update(found.keys())
+        again = (f"the step {each}{how}" for each, how in found.items() if self._happened[each] > 1)
+        return next(again, "")
 
     def _give_up(self, problem: str, advice: str = "") -> None:
         if self._options.refuses:

@@ -7,7 +7,6 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +19,14 @@ from xla_fsdp.compile.program import (
     Numbers,
     Program,
     Reference,
-    Returned,
     candidates_of,
     kind_of,
 )
 from xla_fsdp.compile.seen import Seen, watching
 from xla_fsdp.compile.slots import Slot
 from xla_fsdp.compile.state import PLAIN, State
+from xla_fsdp.fsdp.engine.schedule import Schedule
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.optim.optimizers import params_of
 from xla_fsdp.xla import host, ops, programs
 from xla_fsdp.xla.graph import ProgramInputs, inputs_of, tensor_id
@@ -45,32 +45,36 @@ class Trace:
         self.program: Program | None = None
         self._device = device
         self._state = state
-        self._arguments = list(leaves)
+        self.arguments = list(leaves)
         self._numbers = state.numbers
         host.execute_pending()
-        self._slots = state.slots()
-        self._before: dict[Any, Any] = {w: slot.get() for w, (_, slot) in self._slots.items()}
+        self.slots = state.slots()
+        self.before: dict[Any, Any] = {w: slot.get() for w, (_, slot) in self.slots.items()}
         self._on_host = [(label, tensor, tensor._version) for label, tensor in state.host_tensors()]
         self._grads = [_grad_of(leaf) for leaf in leaves]
-        held = [*self._own(leaves), *self._before.values()]
+        held = [*self._own(leaves), *self.before.values()]
         ops.compute(held)
         programs.unshare(held)
         functional = [each for each in held if torch._is_functional_tensor(each)]
         self._shared = {*programs.buffers_of(programs.find_shared(functional))}
-        self._seed = ops.get_rng_state(device)
+        self.seed = ops.get_rng_state(device)
         self.facts = state.facts()
         self.facts_after = self.facts
         self._options = self._numbers.options()
-        counts = self._numbers.counts()
-        self._counts = [count.read() for count in counts]
-        self._begins = [count.begin for count in counts]
+        self._begins = [count.begin for count in self._numbers.counts()]
+        self._counts = [number for _, number in self._begins]
         self._with_state = [set(map(id, each.state)) for each in state.optimizers]
-        self._unreduced = [(each.schedule, list(each.schedule.unreduced)) for each in state.units]
-        self._found = HostNumbers()
+        self._unreduced = self._unreduced_now()
+        self.found = HostNumbers()
         self._keys = self._numbers.keys_of(self._begins)
-        self.seen = Seen(self._found, self._numbers.tensors(self._keys), refuses=refuses)
-        self._buffers = self._find_buffers()
+        self.seen = Seen(self.found, self._numbers.tensors(self._keys), refuses=refuses)
+        self.buffers = self._find_buffers()
+        self.constants: set[int | None] = set()  # buffers of those of loops, also new ones
         self._saved = dict(zip(map(id, held), programs.holders_of(held), strict=True))
+
+    def note(self, problem: str) -> None:
+        """Keep a problem, "" for none, unless there is one already."""
+        self.problem = self.problem or problem
 
     def _own(self, values: Sequence[Any]) -> list[Tensor]:
         return [v for v in values if isinstance(v, Tensor) and v.device == self._device]
@@ -78,11 +82,11 @@ class Trace:
     def _find_buffers(self) -> dict[int, tuple[Reference, Tensor]]:
         """Return the reference of each buffer that the step may use; slots are named by place."""
         held: list[tuple[Reference, Tensor]] = [
-            (("slot", where), tensor) for where, tensor in self._before.items()
+            (("slot", where), tensor) for where, tensor in self.before.items()
         ]
         held += [
             (("argument", number), leaf)
-            for number, leaf in enumerate(self._arguments)
+            for number, leaf in enumerate(self.arguments)
             if isinstance(leaf, Tensor) and leaf.device == self._device
         ]
         found: dict[int, tuple[Reference, Tensor]] = {}
@@ -104,25 +108,19 @@ class Trace:
         """Call the step and return its result, without a graph, as that would keep tensors which
         the program would compute; if it raises, put the tensors back that it has changed."""
         try:
-            with (
-                watching(self.seen),
-                self._numbers.traced(self._found, self._keys) as self._changes,
-            ):
+            with watching(self.seen), self._numbers.traced(self.found, self._keys):
                 result = pytree.tree_map_only(Tensor, Tensor.detach, step(*args, **kwargs))
         except BaseException:
             self._undo()
             raise
-        self.problem = (
-            self.problem
-            or self._changes.problem
-            or self._unknown_optimizer()
-            or self._argument_gradient()
-        )
+        self.note(self.found.problem)
+        self.note(self._unknown_optimizer())
+        self.note(self._argument_gradient())
         return result
 
     def _argument_gradient(self) -> str:
         """Say which argument the step leaves a gradient in, or would send one through."""
-        for number, (leaf, before) in enumerate(zip(self._arguments, self._grads, strict=True)):
+        for number, (leaf, before) in enumerate(zip(self.arguments, self._grads, strict=True)):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None and torch.is_grad_enabled():
                 return f"argument {number} of the step has a graph; hand over its detach()"
             if _grad_of(leaf) is not before:
@@ -144,14 +142,14 @@ class Trace:
 
     def _undo(self, *, compute_what_is_left: bool = False) -> None:
         """Put back what the step has changed: tensors, the places that hold them, and numbers."""
-        held = [*self._own(self._arguments), *self._before.values()]
+        held = [*self._own(self.arguments), *self.before.values()]
         changed = programs.find_pending(held)
         programs.put(changed, [self._saved[id(each)] for each in changed])
         pairs = zip(changed, programs.buffers_of(changed), strict=True)
         programs.own_buffers([each for each, buffer in pairs if buffer not in self._shared])
-        for where, (_, slot) in {**self._state.slots(), **self._slots}.items():
-            if slot.get() is not self._before.get(where):
-                slot.set(self._before.get(where))
+        for where, (_, slot) in {**self._state.slots(), **self.slots}.items():
+            if slot.get() is not self.before.get(where):
+                slot.set(self.before.get(where))
         for optimizer, known in zip(self._state.optimizers, self._with_state, strict=True):
             for param in [each for each in optimizer.state if id(each) not in known]:
                 del optimizer.state[param]
@@ -164,18 +162,18 @@ class Trace:
             known = {*map(id, held)}
             left = [each for each in self.seen.tensors() if id(each) not in known]
             self._keep_values(self._own(left))
-        ops.set_rng_state(self._seed, self._device)
+        ops.set_rng_state(self.seed, self._device)
         ops.runtime().forget_collectives()
         programs.drop_pending()
 
     def _keep_values(self, left: Sequence[Tensor]) -> None:
         """Compute what the step keeps elsewhere, in buffers of its own."""
-        own = {*map(ops.memory_of, [*self._own(self._arguments), *self._before.values()])}
+        own = {*map(ops.memory_of, [*self._own(self.arguments), *self.before.values()])}
         pending = programs.find_pending(left)
         copies = [
             each
             for each, buffer in zip(left, programs.buffers_of(left), strict=True)
-            if buffer in self._buffers and ops.memory_of(each) not in own
+            if buffer in self.buffers and ops.memory_of(each) not in own
         ]
         ops.compute(pending)
         programs.put(copies, programs.copies_of(copies))
@@ -203,12 +201,14 @@ class Trace:
 
     def _difference(self, program: Program, again: Program | None) -> str:
         what = "a check traced the step again and found another program than the one replayed"
-        for old, new in itertools.zip_longest(program.operations, self.seen.operations):
-            if old is None or new is None or not old.is_like(new):
-                if new is None:
-                    return f"{what}: it no longer calls {old}, as it did at {old.place}"
-                was = "" if old is None else f"; it was {old} at {old.place}"
-                return f"{what}: first differs {new} at {new.place}{was}"
+        pairs = itertools.zip_longest(program.operations, self.seen.operations, fillvalue=("", ""))
+        for (old, old_place), (new, place) in pairs:
+            if old == new:
+                continue
+            if not new:
+                return f"{what}: it no longer calls {old}, as it did at {old_place}"
+            was = f"; it was {old} at {old_place}" if old else ""
+            return f"{what}: first differs {new} at {place}{was}"
         if again is not None and len(again.hosts) == len(program.hosts):
             changed = [
                 number
@@ -235,15 +235,14 @@ class Trace:
             self.program.last_seed = self._last_seed()
         return pytree.tree_unflatten([plain(each) for each in leaves], tree)
 
-    def _traced(self, result: Any) -> Traced | None:
+    def _traced(self, result: Any) -> _Traced | None:
         """Return what the step has traced, None if it computes nothing."""
-        leaves, tree = pytree.tree_flatten(result)
         after = self._state.slots()
         held = {id(slot.get()): slot.get() for _, slot in after.values()}
-        of_arguments = self._own([*self._arguments, *map(_grad_of, self._arguments)])
-        for each in (*self._own(leaves), *self.seen.tensors(), *of_arguments):
-            if each.device == self._device:
-                held.setdefault(id(each), each)
+        of_arguments = self._own([*self.arguments, *map(_grad_of, self.arguments)])
+        leaves = self._own(pytree.tree_leaves(result))
+        for each in (*leaves, *self._own(self.seen.tensors()), *of_arguments):
+            held.setdefault(id(each), each)
         groups = _by_tensor(programs.find_pending(list(held.values())))
         self.facts_after = self._state.facts()
         if not groups:
@@ -252,33 +251,25 @@ class Trace:
         kept = set(programs.buffers_of([each for each in held.values() if id(each) not in pending]))
         donors = {
             buffer: id(tensor)
-            for buffer, (_, tensor) in self._buffers.items()
+            for buffer, (_, tensor) in self.buffers.items()
             if id(tensor) in pending and buffer not in kept
         }
-        self.problem = (
-            self.problem
-            or self._find_moved(after, pending)
-            or self._find_views(groups)
-            or self._find_on_host()
-        )
-        inputs = _sort_like_donors(groups, donors)
-        donated = [number for number, buffer in enumerate(inputs.buffers) if buffer in donors]
-        constants = {*programs.buffers_of(self._own(self._state.constants))}
-        builder = _Builder(
-            self._slots, self._before, after, self._arguments, self._buffers, constants
-        )
-        return Traced(groups, inputs, donated, builder, leaves, tree)
+        self.note(self._find_moved(after, pending))
+        self.note(self._find_views(groups))
+        self.note(self._find_on_host())
+        self.constants = {*programs.buffers_of(self._own(self._state.constants))}
+        return _Traced(self, after, groups, donors, result)
 
     def _last_seed(self) -> tuple[str, int]:
         now = ops.get_rng_state(self._device)
-        draws = programs.draws_until(self._seed, now, programs.next_seed)
+        draws = programs.draws_until(self.seed, now, programs.next_seed)
         return ("constant", now) if draws is None else ("draws", draws)
 
     def _find_moved(self, after: dict[Any, tuple[str, Slot]], pending: set[int]) -> str:
         """Say which place got a tensor that the step has not computed, as a replay would not put
         it there."""
         for where, (label, slot) in after.items():
-            before, now = self._before.get(where), slot.get()
+            before, now = self.before.get(where), slot.get()
             if before is not None and now is not before and id(now) not in pending:
                 return (
                     f"the step puts a tensor into {label} that it has not computed; copy it there"
@@ -289,8 +280,8 @@ class Trace:
         """Say which tensors of the state, or arguments, that the step changes are views, or share
         memory, but are not one tensor: a replay would not change both."""
         number_of = {id(each): number for number, group in enumerate(groups) for each in group}
-        held = [(label, self._before[where]) for where, (label, _) in self._slots.items()]
-        held += [(f"argument {n}", each) for n, each in enumerate(self._arguments)]
+        held = [(label, self.before[where]) for where, (label, _) in self.slots.items()]
+        held += [(f"argument {n}", each) for n, each in enumerate(self.arguments)]
         known: dict[int, tuple[str, int | None]] = {}
         view = ""
         for label, tensor in held:
@@ -314,7 +305,7 @@ class Trace:
                 return f"the step changes {label}, a tensor of the host; keep it on the device"
         return ""
 
-    def _run_program(self, traced: Traced) -> list[Any]:
+    def _run_program(self, traced: _Traced) -> list[Any]:
         program = self._program(traced, b"")
         if self.problem:  # what views are a part of is computed from what it was before
             traced.donated.clear()
@@ -322,57 +313,57 @@ class Trace:
             traced.outputs, traced.inputs.values, traced.donated, self._copied(traced)
         )
         self.program = dataclasses.replace(program, code=code, compiled=programs.compiled())
-        self.program.place(results, self._arguments)
+        self.program.place(results, self.arguments)
         goals = self.program.outputs
         for group, goal, value in zip(traced.groups, goals, results, strict=True):
             # What the step's code has kept elsewhere, perhaps besides a place that it knows.
             elsewhere = [t for t in programs.find_pending(group) if not (goal and t._is_view())]
             programs.put_apart(elsewhere, value)
-        return self.program.leaves(results, self._arguments)
+        return self.program.leaves(results, self.arguments)
 
-    def _copied(self, traced: Traced) -> dict[int, Tensor]:
+    def _copied(self, traced: _Traced) -> dict[int, Tensor]:
         """Return copies of the inputs that are donated and whose buffers others may have."""
         values, buffers = traced.inputs.values, traced.inputs.buffers
         shared = [number for number in traced.donated if buffers[number] in self._shared]
         own = programs.copies_of([values[number] for number in shared])
         return dict(zip(shared, own, strict=True))
 
-    def _program(self, traced: Traced, code: bytes) -> Program:
-        builder = traced.builder
-        references, hosts = builder.inputs(traced.inputs, self._found, self._seed, self.seen)
-        goals = [builder.goals(group) for group in traced.groups]
-        returned = builder.returned(traced.leaves, traced.groups)
-        self.problem = self.problem or builder.problem
+    def _program(self, traced: _Traced, code: bytes) -> Program:
+        inputs, hosts = traced.references()
+        outputs = [*map(traced.goals, traced.groups)]
+        (returned, tree), emptied = traced.returned(), traced.emptied()
         return Program(
             code=code,
             facts=self.facts,
-            slots=builder.slots,
-            kinds=builder.kinds(),
-            inputs=references,
+            slots=traced.slots,  # those that the above has named
+            kinds=traced.kinds(),
+            inputs=inputs,
             hosts=hosts,
-            outputs=goals,
-            new=builder.new,
-            emptied=builder.emptied(),
-            returned=Returned(returned, traced.tree),
+            outputs=outputs,
+            new=traced.new,
+            emptied=emptied,
+            returned=returned,
+            tree=tree,
             numbers=self._numbers_after(),
             collectives=ops.runtime().traced_collectives(),
             last_seed=("draws", 0),
-            unreduced=[
-                (each.schedule, list(each.schedule.unreduced)) for each in self._state.units
-            ],
+            unreduced=self._unreduced_now(),
             compiled=programs.compiled(),
             arguments=[
-                weakref.ref(each) if isinstance(each, Tensor) else None for each in self._arguments
+                weakref.ref(each) if isinstance(each, Tensor) else None for each in self.arguments
             ],
             operations=self.seen.operations,
-        ).compact()
+        )
+
+    def _unreduced_now(self) -> list[tuple[Schedule, list[FSDPState]]]:
+        return [(each.schedule, list(each.schedule.unreduced)) for each in self._state.units]
 
     def _numbers_after(self) -> Numbers:
         now = [count.read() for count in self._numbers.counts()]
         deltas = [new - old for new, old in zip(now, self._counts, strict=False)]
         members = [[n for n, b in enumerate(self._begins) if b == one] for one in self._keys]
         keys = [*self._keys.values()]
-        outcomes, updates = self._found.outcomes, self._changes.updates
+        outcomes, updates = self.found.outcomes, self.found.updates
         return Numbers(self._options, self._counts, members, keys, deltas, outcomes, updates)
 
     def unknown(self, program: Program, positions: Sequence[int]) -> str:
@@ -435,132 +426,117 @@ def _sort_like_donors(groups: list[list[Tensor]], donors: dict[int, int]) -> Pro
     return inputs
 
 
-@dataclass(frozen=True)
-class Traced:
-    """What a step has traced.
+class _Traced:
+    """What a step has traced: where inputs of its program come from, and where its results go.
 
     Args:
-        groups: the tensors of each result.
-        inputs: of the program.
+        trace: is told what is wrong.
+        after: the places that hold tensors after the step.
+        groups: the tensors of each result, which are sorted.
+        donors: of each buffer that results may use, the ``id`` of the tensor that has it.
+        result: what the step returns.
+
+    Attributes:
+        slots: the places that the program reads or changes.
+        new: numbers of those that get a new tensor.
         donated: positions of the inputs whose buffers results may use.
-        builder: finds where inputs come from, and results go.
-        leaves: of what the step returns.
-        tree: the containers around them.
     """
 
-    groups: list[list[Tensor]]
-    inputs: ProgramInputs
-    donated: list[int]
-    builder: _Builder
-    leaves: list[Any]
-    tree: Any
+    def __init__(
+        self,
+        trace: Trace,
+        after: dict[Any, tuple[str, Slot]],
+        groups: list[list[Tensor]],
+        donors: dict[int, int],
+        result: Any,
+    ) -> None:
+        self._trace, self._after, self.groups, self._result = trace, after, groups, result
+        self.inputs = _sort_like_donors(groups, donors)
+        self.donated = [n for n, buffer in enumerate(self.inputs.buffers) if buffer in donors]
+        self.slots: list[Slot] = []
+        self.new: set[int] = set()
+        self._numbers: dict[Any, int] = {}  # of slots, by place
+        self._holders: dict[int, list[Any]] = {}  # places by the ``id`` of the tensor there
+        for where, (_, slot) in after.items():
+            self._holders.setdefault(id(slot.get()), []).append(where)
 
     @property
     def outputs(self) -> list[Tensor]:
         return [group[0] for group in self.groups]
 
-
-class _Builder:
-    """Finds where inputs of a traced program come from, and where its results go."""
-
-    def __init__(
-        self,
-        before: dict[Any, tuple[str, Slot]],
-        tensors: dict[Any, Tensor],
-        after: dict[Any, tuple[str, Slot]],
-        arguments: Sequence[Any],
-        buffers: dict[int, tuple[Reference, Tensor]],
-        constants: set[int | None],
-    ) -> None:
-        self.problem = ""
-        self._constants = constants
-        self.new: set[int] = set()
-        self._before, self._tensors, self._after = before, tensors, after
-        self._arguments = list(arguments)
-        self._buffers = buffers
-        both = {**before, **after}
-        self._numbers = {where: number for number, where in enumerate(both)}
-        self.slots: list[Slot] = [slot for _, slot in both.values()]
-        self._labels = [label for label, _ in both.values()]
-        self._holders: dict[int, list[int]] = {}
-        for where, (_, slot) in after.items():
-            self._holders.setdefault(id(slot.get()), []).append(self._numbers[where])
-
     def kinds(self) -> list[tuple[Any, ...] | None]:
         """Return ``kind_of`` what each slot held before the step."""
-        return [kind_of(self._tensors.get(slot.where)) for slot in self.slots]
+        return [kind_of(self._trace.before.get(slot.where)) for slot in self.slots]
 
     def emptied(self) -> list[int]:
         """Return the slots that hold nothing after the step."""
-        return [self._numbers[where] for where in self._before if where not in self._after]
+        return [self._number(where) for where in self._trace.slots if where not in self._after]
 
-    def inputs(
-        self, inputs: ProgramInputs, found: HostNumbers, seed: int, seen: Seen
-    ) -> tuple[list[Reference], list[HostInput]]:
+    def references(self) -> tuple[list[Reference], list[HostInput]]:
         """Return where each input comes from, and those that come from the host."""
         references: list[Reference] = []
         values: list[Tensor] = []
-        seeds = self._seeds(inputs, seed)
+        inputs, trace, seeds = self.inputs, self._trace, self._seeds()
         for number, (buffer, value) in enumerate(zip(inputs.buffers, inputs.values, strict=True)):
             if number in seeds:
                 references.append(("seed", seeds[number]))
-            elif buffer in self._buffers:
-                references.append(self._named(self._buffers[buffer][0]))
+            elif buffer in trace.buffers:
+                references.append(self._named(trace.buffers[buffer][0]))
             else:
-                if seen.is_older(inputs.tensors[number]) and buffer not in self._constants:
-                    self.problem = self.problem or _unknown_tensor(value, seen.place_of(buffer))
+                if trace.seen.is_older(inputs.tensors[number]) and buffer not in trace.constants:
+                    trace.note(_unknown_tensor(value, trace.seen.place_of(buffer)))
                 references.append(("host", len(values)))
                 values.append(value)
         hosts = [
-            HostInput(at_host, at_host, value, candidates_of(at_host, found.found))
+            HostInput(at_host, at_host, value, candidates_of(at_host, trace.found.found))
             for at_host, value in zip(host.copies(values), values, strict=True)
         ]
         return references, hosts
 
-    def _seeds(self, inputs: ProgramInputs, seed: int) -> dict[int, int]:
+    def _seeds(self) -> dict[int, int]:
         """Return after how many drawings each random number state is what an input holds; a state
         that is not reached so was set by the step itself."""
-        states = host.copies([inputs.values[position] for position in inputs.seeds])
-        draws = [programs.draws_until(seed, int(state.item()) % 2**64) for state in states]
-        pairs = zip(inputs.seeds, draws, strict=True)
+        states = host.copies([self.inputs.values[position] for position in self.inputs.seeds])
+        before = self._trace.seed
+        draws = [programs.draws_until(before, int(state.item()) % 2**64) for state in states]
+        pairs = zip(self.inputs.seeds, draws, strict=True)
         return {position: count for position, count in pairs if count is not None}
 
     def goals(self, group: Sequence[Tensor]) -> list[Reference]:
         """Return where a result goes, whose traced tensor these Python tensors are."""
         found: list[Reference] = []
         for tensor in group:
-            for number in self._holders.get(id(tensor), ()):
-                if tensor is not self._tensors.get(self.slots[number].where):
-                    self.new.add(number)
-                    if tensor.requires_grad:
-                        self.problem = _replaced(self._labels[number], tensor)
-                found.append(("slot", number))
-            for number, argument in enumerate(self._arguments):
-                if argument is tensor:
-                    found.append(("argument", number))
+            holders = self._holders.get(id(tensor), [])
+            found += [("slot", self._number(where)) for where in holders]
+            new = [each for each in holders if tensor is not self._trace.before.get(each)]
+            self.new.update(map(self._number, new))
+            if new and tensor.requires_grad:
+                self._trace.note(_replaced(self._after[new[-1]][0], tensor))
+            arguments = enumerate(self._trace.arguments)
+            found += [("argument", number) for number, each in arguments if each is tensor]
         return list(dict.fromkeys(found))
 
-    def returned(self, leaves: Sequence[Any], groups: list[list[Tensor]]) -> list[tuple[Any, ...]]:
-        """Return what each leaf of the step's result is."""
-        numbers = {id(each): n for n, group in enumerate(groups) for each in group}
-        return [self._returned(leaf, numbers, groups) for leaf in leaves]
+    def returned(self) -> tuple[list[Reference], Any]:
+        """Return what each leaf of the step's result is, and the tree around them."""
+        leaves, tree = pytree.tree_flatten(self._result)
+        numbers = {id(each): n for n, group in enumerate(self.groups) for each in group}
+        return [self._returned(leaf, numbers) for leaf in leaves], tree
 
-    def _returned(
-        self, leaf: Any, numbers: dict[int, int], groups: list[list[Tensor]]
-    ) -> tuple[Any, ...]:
+    def _returned(self, leaf: Any, numbers: dict[int, int]) -> Reference:
         if not isinstance(leaf, Tensor):
             if not isinstance(plain(leaf), PLAIN):
-                self.problem = self.problem or (
+                self._trace.note(
                     f"the step returns a {type(leaf).__name__}; return tensors and plain values, "
                     f"in containers that torch.utils._pytree knows"
                 )
             return ("plain", plain(leaf))
         if id(leaf) in numbers:
-            return self._changed(leaf, groups[numbers[id(leaf)]]) or ("result", numbers[id(leaf)])
+            number = numbers[id(leaf)]
+            return self._changed(leaf, self.groups[number]) or ("result", number)
         [buffer] = programs.buffers_of([leaf]) if leaf.is_xla else [None]  # type: ignore[attr-defined]
-        if buffer in self._buffers:
-            return self._named(self._buffers[buffer][0])
-        self.problem = (
+        if buffer in self._trace.buffers:
+            return self._named(self._trace.buffers[buffer][0])
+        self._trace.note(
             f"the step returns a tensor of shape {list(leaf.shape)} that is neither computed on "
             f"the device nor one of its arguments or of the model"
         )
@@ -578,9 +554,16 @@ class _Builder:
         return None
 
     def _named(self, reference: Reference) -> Reference:
-        if reference[0] == "slot":
-            return ("slot", self._numbers[reference[1]])
-        return reference
+        kind, number = reference
+        return (kind, self._number(number) if kind == "slot" else number)
+
+    def _number(self, where: Any) -> int:
+        """Return the number of the slot at a place; one that it has not had is added."""
+        if where not in self._numbers:
+            self._numbers[where] = len(self.slots)
+            _, slot = self._after.get(where) or self._trace.slots[where]
+            self.slots.append(slot)
+        return self._numbers[where]
 
 
 def _replaced(label: str, tensor: Tensor) -> str:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,10 +70,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A rank that waits at the gate, with the collectives traced since it was last there."""
+    """A rank that waits at the gate, with the collectives traced since it was last there, and what
+    it hands to the others."""
 
     since: float
     collectives: tuple[str, ...]
+    data: bytes
 
 
 @dataclass
@@ -116,8 +118,7 @@ class Run:
         self._shared_main = sys.modules["__main__"]
         self._starting = self.num_ranks if self.set_up is None else 0  # ranks below have started
         self._starter_used = (-1, 0.0, 0.0)  # its number, CPU seconds, when those grew
-        self._exchanges = [0] * self.num_ranks
-        self._exchanged: dict[int, dict[int, bytes]] = {}
+        self._delivered: list[bytes] = []  # at the gate that has opened last
 
     # ------------------------------------------------------------ called by the ranks
 
@@ -151,17 +152,14 @@ class Run:
         self._traced[rank].clear()
         self.in_collectives.discard(rank)
 
-    def needs_gate(self, rank: int) -> bool:
-        """Return whether ``rank`` traced a collective since it last passed the gate."""
-        return bool(self._traced[rank])
-
-    def pass_gate(self, rank: int) -> None:
-        """Wait until every rank is here with the same collectives; raise Unwind if that fails."""
+    def pass_gate(self, rank: int, data: bytes = b"") -> list[bytes]:
+        """Wait until every rank is here with the same collectives; return the ``data`` of every
+        rank, in order. Raises Unwind if that fails."""
         self._let_others_in(rank)
         with self._changed:
             self._check_may_wait(rank)
             opened_before = self._gates_opened
-            self._at_gate[rank] = Arrival(time.monotonic(), tuple(self._traced[rank]))
+            self._at_gate[rank] = Arrival(time.monotonic(), tuple(self._traced[rank]), data)
             self.forget(rank)
             if self.finished:
                 self._fail_early_return()
@@ -170,6 +168,7 @@ class Run:
             self._changed.wait_for(lambda: self._gates_opened > opened_before or self.failures)
             if self._gates_opened == opened_before:
                 raise Unwind
+            return self._delivered  # the next gate waits for this rank
 
     def begin_execution(self, rank: int) -> None:
         """Note that ``rank``, which has passed the gate, has compiled, and executes."""
@@ -183,17 +182,8 @@ class Run:
 
         All ranks call it, each after it has computed what it had traced.
         """
-        with self._changed:
-            number = self._exchanges[rank]
-            self._exchanges[rank] += 1
-            self._exchanged.setdefault(number, {})[rank] = data
         self.record(rank, "exchange of host data")
-        self.pass_gate(rank)
-        with self._changed:
-            # Every rank that has passed this gate has read the results of the one before.
-            self._exchanged.pop(number - 1, None)
-            found = self._exchanged[number]
-            return [found[each] for each in range(self.num_ranks)]
+        return self.pass_gate(rank, data)
 
     def _check_may_wait(self, rank: int) -> None:
         if self.failures:
@@ -206,8 +196,10 @@ class Run:
             )
 
     def _open_gate(self) -> None:
-        difference = first_difference([self._at_gate[r].collectives for r in range(self.num_ranks)])
+        arrivals = [self._at_gate[rank] for rank in range(self.num_ranks)]
+        difference = first_difference([each.collectives for each in arrivals])
         if difference is None:
+            self._delivered = [each.data for each in arrivals]
             self._at_gate.clear()
             self._gates_opened += 1
             self._to_execute = set(range(self.num_ranks))
@@ -501,28 +493,38 @@ def first_difference(traced: Sequence[Sequence[str]]) -> Failure | None:
     if all(each == traced[0] for each in traced):
         return None  # as nearly always: a thousand collectives are looked at one by one otherwise
     for position in range(max(map(len, traced))):
-        ranks_by_collective: dict[str, list[int]] = {}
-        for rank, collectives in enumerate(traced):
-            name = collectives[position] if position < len(collectives) else "no collective"
-            ranks_by_collective.setdefault(name, []).append(rank)
-        if len(ranks_by_collective) > 1:
-            return _difference(position, ranks_by_collective)
+        names = [each[position] if each[position:] else "no collective" for each in traced]
+        if len(ranks := ranks_by_name(names)) > 1:
+            return _difference(position, ranks)
     return None
 
 
-def _difference(position: int, ranks_by_collective: dict[str, list[int]]) -> Failure:
-    odd_ones = min(ranks_by_collective.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-    what = "; ".join(f"{name} on ranks {ranks}" for name, ranks in ranks_by_collective.items())
-    if all(name.startswith(SHARDING) for name in ranks_by_collective):
+def ranks_by_name(names: Sequence[str]) -> dict[str, list[int]]:
+    """Return which ranks have each name; ``names`` has that of each rank."""
+    found: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        found.setdefault(name, []).append(rank)
+    return found
+
+
+def listed(ranks: Mapping[str, list[int]]) -> str:
+    """Say which ranks have each name."""
+    return "; ".join(f"{name} on ranks {which}" for name, which in ranks.items())
+
+
+def _difference(position: int, ranks: Mapping[str, list[int]]) -> Failure:
+    first, *_ = min(ranks.values(), key=lambda which: (len(which), -which[0]))
+    if all(name.startswith(SHARDING) for name in ranks):
         return Failure(
-            odd_ones[0],
+            first,
             f"the ranks have built models of different values, and each would keep its part of "
-            f"another one: {what}. Or pass sync_module_states=True, which takes those of rank 0.",
+            f"another one: {listed(ranks)}. Or pass sync_module_states=True, which takes those of "
+            f"rank 0.",
         )
     return Failure(
-        odd_ones[0],
+        first,
         f"the ranks differ in what they traced since they last met: number {position + 1} is "
-        f"{what}. Every rank must call the same collectives in the same order, with equal shapes, "
-        f"dtypes and groups; look for {MORE_BATCHES}, or for code that depends on the rank or on "
-        f"its data, such as a call for all ranks {ALL_RANKS}.",
+        f"{listed(ranks)}. Every rank must call the same collectives in the same order, with equal "
+        f"shapes, dtypes and groups; look for {MORE_BATCHES}, or for code that depends on the rank "
+        f"or on its data, such as a call for all ranks {ALL_RANKS}.",
     )

@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from xla_fsdp.distributed.cpu_ranks import Failure, Run, current_rank_thread
@@ -133,10 +132,13 @@ def launch(
     wanted = None if num_ranks is None else _checked(num_ranks, "num_ranks")
     signals = tuple(stop_signals)
     if _device_type() != "CPU":
-        caching = fn if compile_cache is None else _Caching(fn, os.fspath(compile_cache))
-        listening = Listening(caching, signals) if signals else caching
+        called: Callable[..., Any] = fn
+        if compile_cache is not None:
+            called = functools.partial(_with_cache, fn, os.fspath(compile_cache))
+        if signals:
+            called = Listening(called, signals)
         with listen(signals, to_children=True):
-            _launch_processes(listening, tuple(args), wanted, start_method)
+            _launch_processes(called, tuple(args), wanted, start_method)
         return []
     count = wanted or _default_num_ranks()
     if wanted is None and not any(map(os.environ.get, NUMBER_VARIABLES)):
@@ -148,21 +150,15 @@ def launch(
         return _run_cpu_ranks(fn, tuple(args), Run(count), sync_timeout)
 
 
-@dataclass(frozen=True)
-class _Caching:
-    """A function whose process keeps compiled programs."""
+def _with_cache(fn: Callable[..., T], folder: str, *args: Any) -> T:
+    """Call ``fn`` in a process that keeps compiled programs."""
+    import torch_xla.runtime as xr
 
-    fn: Callable[..., Any]
-    folder: str
-
-    def __call__(self, *args: Any) -> Any:
-        import torch_xla.runtime as xr
-
-        own = os.path.join(self.folder, f"process-{xr.process_index()}")
-        with _caching:  # the ranks of one process are threads
-            if os.environ.get("XLA_PERSISTENT_CACHE_PATH") != own:
-                xr.initialize_cache(own, readonly=False)
-        return self.fn(*args)
+    own = os.path.join(folder, f"process-{xr.process_index()}")
+    with _caching:  # the ranks of one process are threads
+        if os.environ.get("XLA_PERSISTENT_CACHE_PATH") != own:
+            xr.initialize_cache(own, readonly=False)
+    return fn(*args)
 
 
 _caching = threading.Lock()

@@ -110,16 +110,6 @@ class Layout:
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
-    def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Return the index of a rank along each dim.
-
-        Raises:
-            ValueError: if there is no such rank.
-        """
-        if rank not in self.ranks:
-            raise ValueError(f"rank {rank} is not one of the mesh's {len(self.ranks)} ranks")
-        return tuple(map(int, np.unravel_index(self.ranks.index(rank), self.shape)))
-
 
 @dataclass(frozen=True)
 class Mesh:
@@ -183,9 +173,12 @@ class Mesh:
         Raises:
             ValueError: if there is no such rank or axis.
         """
-        at, index = self.layout.coordinate(rank), 0
+        layout, index = self.layout, 0
+        if rank not in layout.ranks:
+            raise ValueError(f"rank {rank} is not one of the mesh's {len(layout.ranks)} ranks")
+        at = np.unravel_index(layout.ranks.index(rank), layout.shape)
         for dim in self._dims(axes):
-            index = index * self.layout.shape[dim] + at[dim]
+            index = index * layout.shape[dim] + int(at[dim])
         return index
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:

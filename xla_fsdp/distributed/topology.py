@@ -40,7 +40,11 @@ def reduction_steps(groups: Groups, coords: Coords) -> list[Groups]:
     shapes = {_box(group, coords) for group in groups}
     if len(shapes) != 1 or not (shape := shapes.pop()):
         return []
-    return [_along(groups, shape, axis) for axis in range(len(shape))]
+    boxes = np.array(groups).reshape(-1, *shape)
+    return [
+        np.moveaxis(boxes, 1 + axis, -1).reshape(-1, size).tolist()
+        for axis, size in enumerate(shape)
+    ]
 
 
 def _box(group: Sequence[int], coords: Coords) -> tuple[int, ...]:
@@ -63,12 +67,6 @@ def _box(group: Sequence[int], coords: Coords) -> tuple[int, ...]:
         counts.insert(0, 1 + int(ends[0]) if len(ends) else len(ahead))
         counted = (ahead[: counts[0], None] + counted).reshape(-1, counted.shape[1])
     return tuple(counts) if np.array_equal(counted, found) else ()
-
-
-def _along(groups: Groups, shape: tuple[int, ...], axis: int) -> Groups:
-    """Return the rings of ranks of a group whose coordinates differ on that axis alone."""
-    boxes = np.array(groups).reshape(-1, *shape)
-    return np.moveaxis(boxes, 1 + axis, -1).reshape(-1, shape[axis]).tolist()
 
 
 # ---------------------------------------------------------------- meshes

@@ -9,34 +9,13 @@ torch_xla, and torch only when needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from xla_fsdp.distributed.cpu_ranks import Run
+from xla_fsdp.distributed.cpu_ranks import Run, listed, ranks_by_name
 from xla_fsdp.distributed.process_state import RandomState
 
 Together = Callable[[list[Any]], Sequence[Any]]
 """Takes what every rank brings to a meeting, in rank order; returns what each takes away."""
-
-
-@dataclass(frozen=True)
-class Visit:
-    """A rank that waits for the others to meet.
-
-    Args:
-        purpose: of the meeting, as text for messages; equal on all ranks.
-        brought: what it brings.
-    """
-
-    purpose: str
-    brought: Any
-
-
-@dataclass(frozen=True)
-class _Raised:
-    """What the ranks take away from a meeting that failed."""
-
-    error: Exception
 
 
 class TurnRun(Run):
@@ -45,8 +24,9 @@ class TurnRun(Run):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._turn = 0
-        self._visits: dict[int, Visit] = {}
-        self._taken: dict[int, Any] = {}
+        self._visits: dict[int, tuple[str, Any]] = {}  # purpose of the meeting, and what is brought
+        self._taken: dict[int, Any] = {}  # from the last meeting
+        self._error: Exception | None = None  # of that
         self._first_state = RandomState.now()
         self._random_states: dict[int, RandomState] = {}
 
@@ -63,28 +43,25 @@ class TurnRun(Run):
         """
         with self._changed:
             self._check_may_wait(rank)
-            self._visits[rank] = Visit(purpose, brought)
+            self._visits[rank] = purpose, brought
             if len(self._visits) < self.num_ranks:
                 self._pass_turn(rank)
                 return self._take(rank)
-            visits = [self._visits[each] for each in range(self.num_ranks)]
         try:
-            self._check_purposes(visits)
-            taken: Sequence[Any] = together([visit.brought for visit in visits])
+            self._taken = dict(enumerate(together(self._all_brought())))
+            self._error = None
         except Exception as error:  # which every rank raises
-            taken = [_Raised(error)] * self.num_ranks
+            self._error = error
         with self._changed:
-            self._taken = dict(enumerate(taken))
             self._visits.clear()
             self._pass_turn(rank)
             return self._take(rank)
 
     def _take(self, rank: int) -> Any:
         self._await_turn(rank)
-        taken = self._taken.pop(rank)
-        if isinstance(taken, _Raised):
-            raise RuntimeError(str(taken.error)) from taken.error
-        return taken
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+        return self._taken.pop(rank)
 
     def exchange(self, rank: int, data: bytes) -> list[bytes]:
         return self.meet(rank, "an exchange of host data", data, lambda found: [found] * len(found))
@@ -107,7 +84,7 @@ class TurnRun(Run):
             self._changed.notify_all()
         elif self._visits:
             left, waiting = sorted(self.finished), sorted(self._visits)
-            purpose = self._visits[waiting[0]].purpose
+            purpose, _ = self._visits[waiting[0]]
             self._fail_uneven(
                 left[0],
                 f"ranks {waiting} wait for {purpose}, but ranks {left} have already returned",
@@ -117,13 +94,14 @@ class TurnRun(Run):
         self._await(lambda: self._turn == rank)
         self._random_states.get(rank, self._first_state).restore()
 
-    def _check_purposes(self, visits: Sequence[Visit]) -> None:
-        ranks: dict[str, list[int]] = {}
-        for rank, visit in enumerate(visits):
-            ranks.setdefault(visit.purpose, []).append(rank)
+    def _all_brought(self) -> list[Any]:
+        """Return what the ranks have brought; raise RuntimeError if for different purposes."""
+        visits = [self._visits[rank] for rank in range(self.num_ranks)]
+        ranks = ranks_by_name([purpose for purpose, _ in visits])
         if len(ranks) > 1:
-            what = "; ".join(f"{purpose} on ranks {which}" for purpose, which in ranks.items())
             raise RuntimeError(
-                f"the ranks meet for different reasons: {what}. Every rank must sync, read values "
-                f"and exchange data in the same order; look for code that depends on the rank."
+                f"the ranks meet for different reasons: {listed(ranks)}. Every rank must sync, "
+                f"read values and exchange data in the same order; look for code that depends on "
+                f"the rank."
             )
+        return [brought for _, brought in visits]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import queue
 import re
@@ -20,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,17 +64,24 @@ def run_slot() -> RunSlot:
     """Return this process's slot; the first call replaces torch_xla's functions."""
     # They stay replaced: modules imported during a run may have imported them by name.
     slot = RunSlot()
-    _CpuCollectives(slot).install()
+    for owner, name, function in IN_RUNS:
+        setattr(owner, name, _replaced(slot, getattr(owner, name), function))
     hooks.install()
-    _replace_wait(slot)
-    _replace_seeding(slot)
     _replace_spawn(slot)
-    _replace_process_groups(slot)
-    _replace_loader_thread(slot)
-    _replace_memory_info()
-    _replace_state_of_traces(slot)
     _prepare_forks(slot)
     return slot
+
+
+def _replaced(
+    slot: RunSlot, original: Callable[..., Any], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (run := slot.run) is None:
+            return original(*args, **kwargs)
+        return function(run, original, *args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -128,7 +133,7 @@ class _CpuRanks(ops.RankRuntime):
             with self._run.execution:
                 prepare()
         # After the last rank has compiled: in a collective, XLA lets ranks wait for 15 s only.
-        if self._run.needs_gate(rank):
+        if self._run.traced(rank):
             self._run.pass_gate(rank)
             outputs = run()
             self._run.begin_execution(rank)
@@ -157,7 +162,7 @@ class _CpuRanks(ops.RankRuntime):
         # collective needs this one: so it is over before.
         _wait_for(rank)
         last = None
-        together = self._run.needs_gate(rank)
+        together = bool(self._run.traced(rank))
         if together:
             if rank in self._run.in_collectives:
                 # A sync computes what is alive. The results of a collective may be so on one rank
@@ -271,23 +276,7 @@ def _lose_gradient(leaf: Tensor) -> None:
     handle = leaf.register_hook(refuse)
 
 
-# ---------------------------------------------------------------- waiting, seeding, spawning
-
-
-def _replace_wait(slot: RunSlot) -> None:
-    """Let ``xm.wait_device_ops()`` wait for the caller's device only.
-
-    torch_xla waits for all devices of the process, and takes the locks of all. A rank whose program
-    the awaited execution needs could not start it.
-    """
-    original = torch_xla._XLAC._xla_wait_device_ops
-
-    def wait_device_ops(devices: Sequence[str] = ()) -> None:
-        if slot.run is not None and not devices:
-            devices = [_runtime_name(index_of(ops.device()))]
-        original(devices=list(devices))
-
-    torch_xla._XLAC._xla_wait_device_ops = wait_device_ops
+# ---------------------------------------------------------------- waiting, spawning, forking
 
 
 def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
@@ -307,20 +296,6 @@ def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
         torch_xla._XLAC._set_all_reduce_token(on, None)
 
 
-def _replace_seeding(slot: RunSlot) -> None:
-    """Let no other rank seed while one seeds and builds its model: they share one generator."""
-    original = torch.manual_seed
-
-    @functools.wraps(original)
-    def manual_seed(seed: int) -> torch.Generator:
-        thread = current_rank_thread()
-        if slot.run is not None and thread is not None:
-            slot.run.begin_seeding(thread.rank)
-        return original(seed)
-
-    torch.manual_seed = manual_seed
-
-
 def _replace_spawn(slot: RunSlot) -> None:
     original = pjrt.spawn
 
@@ -334,38 +309,61 @@ def _replace_spawn(slot: RunSlot) -> None:
     pjrt.spawn = spawn
 
 
-def _replace_process_groups(slot: RunSlot) -> None:
-    original = torch.distributed.init_process_group
+def _prepare_forks(slot: RunSlot) -> None:
+    """Let ranks fork, as for workers of a DataLoader, while the others rest; in a child there is no
+    run, whose other ranks its copy of a rank's thread would wait for."""
+    forks = QuietForks()
 
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
-        if slot.run is not None and slot.run.num_ranks > 1:
-            raise RuntimeError(
-                "torch.distributed.init_process_group was called on one of several CPU ranks. They "
-                "are threads of one process, which has one process group and would be rank 0 of "
-                "it on all of them. Leave the call out here (if "
-                "torch.distributed.is_torchelastic_launched() is false, say), and ask "
-                "torch_xla.runtime for global_ordinal() and world_size()."
-            )
-        original(*args, **kwargs)
+    def before() -> None:
+        if slot.run is not None:
+            forks.begin(slot.run.execution.locked)
 
-    torch.distributed.init_process_group = init_process_group
+    def in_child() -> None:
+        slot.run = None
+        forks.end()
+
+    os.register_at_fork(before=before, after_in_parent=forks.end, after_in_child=in_child)
 
 
-def _replace_loader_thread(slot: RunSlot) -> None:
+# ---------------------------------------------------------------- what is called in a run
+# in place of functions of torch and torch_xla: with the run, the original and its arguments
+
+
+def _wait_device_ops(run: Run, original: Any, devices: Sequence[str] = ()) -> None:
+    """Wait for the caller's device only.
+
+    torch_xla waits for all devices of the process, and takes the locks of all. A rank whose program
+    the awaited execution needs could not start it.
+    """
+    original(devices=list(devices) or [_runtime_name(index_of(ops.device()))])
+
+
+def _manual_seed(run: Run, original: Any, seed: int) -> torch.Generator:
+    """Let no other rank seed while one seeds and builds its model: they share one generator."""
+    thread = current_rank_thread()
+    if thread is not None:
+        run.begin_seeding(thread.rank)
+    return original(seed)
+
+
+def _init_process_group(run: Run, original: Any, *args: Any, **kwargs: Any) -> None:
+    if run.num_ranks > 1:
+        raise RuntimeError(
+            "torch.distributed.init_process_group was called on one of several CPU ranks. They are "
+            "threads of one process, which has one process group and would be rank 0 of it on all "
+            "of them. Leave the call out here (if torch.distributed.is_torchelastic_launched() is "
+            "false, say), and ask torch_xla.runtime for global_ordinal() and world_size()."
+        )
+    original(*args, **kwargs)
+
+
+def _loader_worker(run: Run, original: Any, loader: ParallelLoader) -> None:
     """Let ranks raise what the data loaders raise from which torch_xla's threads feed them.
 
     Else such a thread prints it, and the rank's epoch ends early, or waits for ever.
     """
-    original = ParallelLoader._loader_worker
-
-    @functools.wraps(original)
-    def loader_worker(loader: ParallelLoader) -> None:
-        if slot.run is not None:
-            loader._cpu_loader = _Told(loader._cpu_loader, loader._exception_queue)
-        original(loader)
-
-    ParallelLoader._loader_worker = loader_worker  # type: ignore[method-assign]
+    loader._cpu_loader = _Told(loader._cpu_loader, loader._exception_queue)
+    original(loader)
 
 
 @dataclass
@@ -386,200 +384,188 @@ class _Told:
         return len(self.loader)
 
 
-def _replace_state_of_traces(slot: RunSlot) -> None:
-    """Let ranks not share what torch and torch_xla keep of a trace once for all threads."""
-    original, tracing = scan.value_and_grad_partitioned, threading.RLock()
-
-    @functools.wraps(original)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        with tracing:  # one rank at a time; nn.GRU is made of this
-            return original(*args, **kwargs)
-
-    allow_execution = torch_xla._XLAC._set_allow_execution
-
-    def set_allow_execution(allowed: bool) -> None:
-        # Without the check of torch_xla.compile(full_graph=True) others may execute meanwhile.
-        if slot.run is None or allowed:
-            allow_execution(allowed)
-
-    cached = parametrize.cached
-
-    def cached_if_alone() -> contextlib.AbstractContextManager[None]:
-        # One cache, emptied when the last rank leaves it: others find what earlier forwards made.
-        return cached() if slot.run is None else contextlib.nullcontext()
-
-    scan.value_and_grad_partitioned = traced
-    torch_xla._XLAC._set_allow_execution = set_allow_execution
-    parametrize.cached = cached_if_alone  # type: ignore[assignment]
+_tracing = threading.RLock()
 
 
-def _replace_memory_info() -> None:
-    """Let ``xm.get_memory_info`` answer for CPU devices: with the memory of the process, which all
-    ranks share, and of the machine."""
-    original = torch_xla._XLAC._xla_memory_info
-
-    def memory_info(on: str) -> dict[str, int]:
-        if xr.device_type() != "CPU":
-            return original(on)
-        page = os.sysconf("SC_PAGE_SIZE")
-        used = int(Path("/proc/self/statm").read_text().split()[1]) * page
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {
-            "bytes_used": used,
-            "bytes_limit": os.sysconf("SC_PHYS_PAGES") * page,
-            "peak_bytes_used": max(used, peak),  # the kernel counts the two apart
-        }
-
-    torch_xla._XLAC._xla_memory_info = memory_info
+def _traced_alone(run: Run, original: Any, *args: Any, **kwargs: Any) -> Any:
+    with _tracing:  # what torch_xla keeps of a trace once for all threads; nn.GRU is made of this
+        return original(*args, **kwargs)
 
 
-def _prepare_forks(slot: RunSlot) -> None:
-    """Let ranks fork, as for workers of a DataLoader, while the others rest; in a child there is no
-    run, whose other ranks its copy of a rank's thread would wait for."""
-    forks = QuietForks()
-
-    def before() -> None:
-        if slot.run is not None:
-            forks.begin(slot.run.execution.locked)
-
-    def in_child() -> None:
-        slot.run = None
-        forks.end()
-
-    os.register_at_fork(before=before, after_in_parent=forks.end, after_in_child=in_child)
+def _set_allow_execution(run: Run, original: Any, allowed: bool) -> None:
+    # Without the check of torch_xla.compile(full_graph=True) other ranks may execute meanwhile.
+    if allowed:
+        original(allowed)
 
 
-# ---------------------------------------------------------------- collectives
+def _cached(run: Run, original: Any) -> contextlib.AbstractContextManager[None]:
+    # One cache, emptied when the last rank leaves it: others find what earlier forwards made.
+    return contextlib.nullcontext()
 
 
-class _CpuCollectives:
-    """Replacements of xm's collectives, which use channel ids and record each call."""
+def _memory_info(run: Run, original: Any, on: str) -> dict[str, int]:
+    """Return the memory of the process, which all ranks share, and of the machine."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    used = int(Path("/proc/self/statm").read_text().split()[1]) * page
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "bytes_used": used,
+        "bytes_limit": os.sysconf("SC_PHYS_PAGES") * page,
+        "peak_bytes_used": max(used, peak),  # the kernel counts the two apart
+    }
 
-    def __init__(self, slot: RunSlot) -> None:
-        self._slot = slot
-        how: dict[str, Any] = {
-            "pin_layout": False,
-            "channel_id": CHANNEL,
-            "use_global_device_ids": True,
-        }
-        self._gather = self._ordered(functools.partial(xm.all_gather, **how))
-        self._scatter = self._ordered(functools.partial(xm.reduce_scatter, **how))
-        self._exchange = self._ordered(xm.all_to_all)
 
-    def install(self) -> None:
-        names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
-        for name in names:
-            setattr(xm, name, self._replaced(getattr(xm, name), getattr(self, name)))
+# ---------------------------------------------------------------- collectives, with channel ids
 
-    def _ordered(self, collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap ``collective``: in a run, the next one waits for it, whatever its result holds.
+_HOW: dict[str, Any] = {"pin_layout": False, "channel_id": CHANNEL, "use_global_device_ids": True}
+_GATHER = functools.partial(xm.all_gather, **_HOW)
+_SCATTER = functools.partial(xm.reduce_scatter, **_HOW)
 
-        torch_xla multiplies its token, a zero that it adds to the input of each collective, by the
-        first element of the result: from the first NaN or infinity on, all inputs would be NaN.
-        """
 
-        @functools.wraps(collective)
-        def call(*args: Any, **kwargs: Any) -> Tensor:
-            on = torch_xla._XLAC._xla_get_default_device()
-            token = torch_xla._XLAC._get_all_reduce_token(on)
-            result = collective(*args, **kwargs)
-            if self._slot.run is not None and result.is_floating_point() and result.numel():
-                torch_xla._XLAC._set_all_reduce_token(on, token)
-                _make_token(result)
-            return result
+def _all_gather(
+    run: Run,
+    original: Any,
+    value: Any,
+    dim: int = 0,
+    groups: Groups = None,
+    output: Any = None,
+    pin_layout: bool = True,
+    **ignored: Any,
+) -> Any:
+    if pin_layout and not isinstance(value, Tensor):
+        return original(value, dim, groups, output, pin_layout)
+    all_groups = _all_groups(groups)
 
-        return call
+    def gather(value: Tensor) -> Tensor:
+        _record(run, "all_gather", value, f"dim {dim}", all_groups)
+        return _ordered(_GATHER, value, dim, all_groups)
 
-    def _replaced(
-        self, original: Callable[..., Any], collective: Callable[[SimpleNamespace], Any]
-    ) -> Callable[..., Any]:
-        """Wrap ``original``: in a run, call ``collective`` with the arguments by name instead.
+    return _each(gather, value, output)
 
-        It may return NotImplemented, then ``original`` is called.
-        """
-        signature = inspect.signature(original)
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = NotImplemented
-            if self._slot.run is not None:
-                given = signature.bind(*args, **kwargs)
-                given.apply_defaults()
-                result = collective(SimpleNamespace(**given.arguments))
-            return original(*args, **kwargs) if result is NotImplemented else result
+def _reduce_scatter(
+    run: Run,
+    original: Any,
+    reduce_type: str,
+    input: Any,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Groups = None,
+    output: Any = None,
+    **ignored: Any,
+) -> Any:
+    all_groups = _all_groups(groups)
 
-        return call
+    def scatter(value: Tensor) -> Tensor:
+        how = f"{reduce_type}, scale {scale:g}, dim {scatter_dim}"
+        _record(run, "reduce_scatter", value, how, all_groups)
+        return _ordered(_SCATTER, reduce_type, value, scale, scatter_dim, shard_count, all_groups)
 
-    def _record(self, kind: str, value: Tensor, how: str, groups: list[list[int]]) -> None:
-        run = self._slot.run
-        if run is not None and value.device.type == "xla":
-            dtype = str(value.dtype).removeprefix("torch.")
-            what = f"{kind}({dtype}{list(value.shape)}, {how}, groups {groups})"
-            run.record(index_of(value.device), what)
-            run.in_collectives.add(index_of(value.device))
+    return _each(scatter, input, output)
 
-    def all_gather(self, given: SimpleNamespace) -> Any:
-        if given.pin_layout and not isinstance(given.value, Tensor):
-            return NotImplemented
-        groups = _all_groups(given.groups)
 
-        def gather(value: Tensor) -> Tensor:
-            self._record("all_gather", value, f"dim {given.dim}", groups)
-            return self._gather(value, given.dim, groups)
+def _all_reduce(
+    run: Run,
+    original: Any,
+    reduce_type: str,
+    inputs: Any,
+    scale: float = 1.0,
+    groups: Groups = None,
+    pin_layout: bool = True,
+) -> Any:
+    """Reduce by a reduce-scatter and an all-gather.
 
-        return _each(gather, given.value, given.output)
+    torch_xla's all-reduce takes no channel id. These two do, and a token orders them in the same
+    way on all ranks even if their programs differ.
+    """
+    if run.num_ranks == 1:  # torch_xla returns the input
+        return original(reduce_type, inputs, scale, groups, pin_layout)
+    all_groups = _all_groups(groups)
 
-    def reduce_scatter(self, given: SimpleNamespace) -> Any:
-        groups = _all_groups(given.groups)
-        reduction, scale, dim = given.reduce_type, given.scale, given.scatter_dim
+    def reduce(value: Tensor) -> Tensor:
+        _record(run, "all_reduce", value, f"{reduce_type}, scale {scale:g}", all_groups)
+        if not value.numel():
+            return value.clone()
+        size, ranks = value.numel(), len(all_groups[0])
+        flat = torch.nn.functional.pad(value.detach().reshape(-1), (0, -size % ranks))
+        shard = _ordered(_SCATTER, reduce_type, flat, scale, 0, ranks, all_groups)
+        return _ordered(_GATHER, shard, 0, all_groups)[:size].reshape(value.shape)
 
-        def scatter(value: Tensor) -> Tensor:
-            how = f"{reduction}, scale {scale:g}, dim {dim}"
-            self._record("reduce_scatter", value, how, groups)
-            return self._scatter(reduction, value, scale, dim, given.shard_count, groups)
+    if isinstance(inputs, Tensor):
+        return reduce(inputs)
+    _each(reduce, list(inputs), list(inputs))
+    return inputs
 
-        return _each(scatter, given.input, given.output)
 
-    def all_reduce(self, given: SimpleNamespace) -> Any:
-        """Reduce by a reduce-scatter and an all-gather.
+def _all_to_all(
+    run: Run,
+    original: Any,
+    value: Tensor,
+    split_dimension: int,
+    concat_dimension: int,
+    split_count: int,
+    groups: Groups = None,
+    pin_layout: bool = True,
+) -> Tensor:
+    how = f"dims {split_dimension} {concat_dimension}"
+    _record(run, "all_to_all", value, how, _all_groups(groups))
+    return _ordered(
+        original, value, split_dimension, concat_dimension, split_count, groups, pin_layout
+    )
 
-        torch_xla's all-reduce takes no channel id. These two do, and a token orders them in the
-        same way on all ranks even if their programs differ.
-        """
-        if xr.world_size() == 1:  # torch_xla returns the input
-            return NotImplemented
-        groups = _all_groups(given.groups)
-        reduction, scale = given.reduce_type, given.scale
 
-        def reduce(value: Tensor) -> Tensor:
-            self._record("all_reduce", value, f"{reduction}, scale {scale:g}", groups)
-            if not value.numel():
-                return value.clone()
-            size, ranks = value.numel(), len(groups[0])
-            flat = torch.nn.functional.pad(value.detach().reshape(-1), (0, -size % ranks))
-            shard = self._scatter(reduction, flat, scale, 0, ranks, groups)
-            return self._gather(shard, 0, groups)[:size].reshape(value.shape)
+def _collective_permute(run: Run, original: Any, value: Tensor, pairs: list[list[int]]) -> Tensor:
+    """Send by an all-gather; torch_xla's collective-permute takes no channel id."""
+    groups = _all_groups(None)
+    _record(run, "collective_permute", value, f"pairs {pairs}", groups)
+    senders = [source for source, target in pairs if target == xr.global_ordinal()]
+    gathered = _ordered(_GATHER, value.unsqueeze(0), 0, groups)
+    if not senders:
+        return torch.zeros_like(value)
+    # An input of the program, so that every rank has the same one.
+    return gathered.index_select(0, ops.upload(torch.tensor(senders)))[0]
 
-        if isinstance(given.inputs, Tensor):
-            return reduce(given.inputs)
-        _each(reduce, list(given.inputs), list(given.inputs))
-        return given.inputs
 
-    def all_to_all(self, given: SimpleNamespace) -> Any:
-        dims = f"dims {given.split_dimension} {given.concat_dimension}"
-        self._record("all_to_all", given.value, dims, _all_groups(given.groups))
-        return self._exchange(**vars(given))
+IN_RUNS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (torch, "manual_seed", _manual_seed),
+    (torch.distributed, "init_process_group", _init_process_group),
+    (parametrize, "cached", _cached),
+    (torch_xla._XLAC, "_xla_wait_device_ops", _wait_device_ops),
+    (torch_xla._XLAC, "_xla_memory_info", _memory_info),
+    (torch_xla._XLAC, "_set_allow_execution", _set_allow_execution),
+    (scan, "value_and_grad_partitioned", _traced_alone),
+    (ParallelLoader, "_loader_worker", _loader_worker),
+    (xm, "all_gather", _all_gather),
+    (xm, "reduce_scatter", _reduce_scatter),
+    (xm, "all_reduce", _all_reduce),
+    (xm, "all_to_all", _all_to_all),
+    (xm, "collective_permute", _collective_permute),
+)
+"""The functions that are replaced, and what is called in a run in their place."""
 
-    def collective_permute(self, given: SimpleNamespace) -> Any:
-        """Send by an all-gather; torch_xla's collective-permute takes no channel id."""
-        groups, value = _all_groups(None), given.value
-        self._record("collective_permute", value, f"pairs {given.pairs}", groups)
-        senders = [source for source, target in given.pairs if target == xr.global_ordinal()]
-        gathered = self._gather(value.unsqueeze(0), 0, groups)
-        if not senders:
-            return torch.zeros_like(value)
-        # An input of the program, so that every rank has the same one.
-        return gathered.index_select(0, ops.upload(torch.tensor(senders)))[0]
+
+def _record(run: Run, kind: str, value: Tensor, how: str, groups: list[list[int]]) -> None:
+    if value.device.type == "xla":
+        dtype = str(value.dtype).removeprefix("torch.")
+        what = f"{kind}({dtype}{list(value.shape)}, {how}, groups {groups})"
+        run.record(index_of(value.device), what)
+        run.in_collectives.add(index_of(value.device))
+
+
+def _ordered(collective: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Return ``collective(*args)``; the next one waits for it, whatever its result holds.
+
+    torch_xla multiplies its token, a zero that it adds to the input of each collective, by the
+    first element of the result: from the first NaN or infinity on, all inputs would be NaN.
+    """
+    on = torch_xla._XLAC._xla_get_default_device()
+    token = torch_xla._XLAC._get_all_reduce_token(on)
+    result = collective(*args)
+    if result.is_floating_point() and result.numel():
+        torch_xla._XLAC._set_all_reduce_token(on, token)
+        _make_token(result)
+    return result
 
 
 @torch.no_grad()

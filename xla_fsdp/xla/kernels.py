@@ -61,11 +61,8 @@ def call_jax(
 
 
 @functools.lru_cache(maxsize=256)
+@workarounds.requires_jax
 def _lowered(function: JaxFunction, specs: tuple[Spec, ...], interpret: bool, flops: Flops) -> Any:
-    return workarounds.requires_jax(_lower)(function, specs, interpret, flops)
-
-
-def _lower(function: JaxFunction, specs: tuple[Spec, ...], interpret: bool, flops: Flops) -> Any:
     import jax
 
     kinds = [
@@ -84,7 +81,7 @@ def state_flops(module: Any, flops: Flops) -> None:
     """Write into the calls of kernels, in a StableHLO module, how many operations they have."""
     from jax._src.lib.mlir import ir
 
-    for operation in _operations(module.operation):
+    def state(operation: Any) -> Any:
         attributes = operation.attributes
         name = attributes["kernel_name"].value if "kernel_name" in attributes else ""
         found = [count for start, count in flops if name.startswith(start)]
@@ -92,17 +89,11 @@ def state_flops(module: Any, flops: Flops) -> None:
             config = json.loads(attributes["backend_config"].value)
             cost = {"flops": found[0], "transcendentals": 0, "bytes_accessed": 0}
             config["custom_call_config"]["cost_estimate"] = cost
-            with operation.context:
-                attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
+            attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
+        return ir.WalkResult.ADVANCE  # type: ignore[attr-defined]
 
-
-def _operations(outer: Any) -> Iterator[Any]:
-    """Yield an operation and all inside it."""
-    yield outer
-    for region in outer.regions:
-        for block in region.blocks:
-            for each in block.operations:
-                yield from _operations(each.operation)
+    with module.context:
+        module.operation.walk(state)
 
 
 def _options_for_tpu() -> dict[str, Any]:

@@ -10,6 +10,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -31,10 +32,6 @@ _ADDRESS = operator.attrgetter("_cdata")
 _USES_OF_ONE = 2  # of a storage that one tensor has, by that and by the object that is asked
 
 CACHE_SIZE = 2048  # of torch_xla, unless XLA_COMPILATION_CACHE_SIZE says another
-
-
-class ProgramGoneError(Exception):
-    """torch_xla no longer has a program."""
 
 
 def holders_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -112,20 +109,8 @@ def run_traced(
 
 
 def run_again(program: bytes, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Run a result of ``run_traced`` with other inputs, together with the other ranks.
-
-    Raises:
-        ProgramGoneError: if torch_xla has dropped the program from its cache.
-    """
-
-    def run() -> list[Tensor]:
-        try:
-            return torch_xla._XLAC._run_cached_graph(program, list(inputs))
-        except RuntimeError as error:
-            if "Failed to get computation by hash" in str(error):
-                raise ProgramGoneError from error
-            raise
-
+    """Run a result of ``run_traced`` with other inputs, together with the other ranks."""
+    run = partial(torch_xla._XLAC._run_cached_graph, program, list(inputs))
     return ops.runtime().run_together(run)
 
 
@@ -307,10 +292,8 @@ def drop_pending() -> None:
 
 def count_change(tensors: Sequence[Tensor]) -> None:
     """Raise the versions of tensors, which ``put`` leaves alone."""
-    try:
-        torch.autograd.graph.increment_version(tensors)
-    except RuntimeError:  # inference tensors have none
-        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+    # Inference tensors have none.
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 # ---------------------------------------------------------------- random numbers

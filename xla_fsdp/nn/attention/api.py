@@ -14,7 +14,7 @@ from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.nn.attention import splash
 from xla_fsdp.nn.attention.chunked import CHUNKED
 from xla_fsdp.nn.attention.context import over_context
-from xla_fsdp.nn.attention.options import SEES_NO_KEY, Implementation, Options, Pair
+from xla_fsdp.nn.attention.options import SEES_NO_KEY, Implementation, Options, Pair, Tokens
 from xla_fsdp.nn.remat_policy import checkpoint_name
 from xla_fsdp.xla import ops
 
@@ -103,7 +103,7 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         *ids: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        return chosen.forward(options, query, key, value, _pair(ids))
+        return chosen.forward(options, Tokens(query, key, value, _pair(ids)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -118,8 +118,8 @@ class _Attention(torch.autograd.Function):
     )
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp, *ids = ctx.saved_tensors
-        given = query, key, value, _pair(ids), output, logsumexp, grad
-        grads = ctx.chosen.backward(ctx.options, *given)
+        tokens = Tokens(query, key, value, _pair(ids))
+        grads = ctx.chosen.backward(ctx.options, tokens, output, logsumexp, grad)
         return (None, None, *grads, *(None for _ in ids))
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.context_parallel import ContextAxis
-from xla_fsdp.nn.attention.chunked import CHUNKED, MASKED, at_positions
-from xla_fsdp.nn.attention.options import Implementation, Options, Pair
+from xla_fsdp.nn.attention.chunked import CHUNKED, MASKED, Chunked
+from xla_fsdp.nn.attention.options import Implementation, Options, Pair, Tokens
 
 
 def over_context(
@@ -51,21 +51,19 @@ def over_context(
                 "a ring: context_parallel(..., method='ulysses') has the kernel",
                 stacklevel=3,
             )
-        ring = _Ring(axis, product)
-        return Implementation(ring.forward, ring.backward)
+        return _Ring(axis, product)
     if not heads_suffice:
         raise ValueError(
             f"context_parallel(method='ulysses') gives each of the {axis.size} ranks along "
             f"{axis.name!r} as many key heads, and there are {key.shape[1]}; use method='ring'"
         )
-    exchange = _HeadExchange(axis, product)
-    return Implementation(exchange.forward, exchange.backward)
+    return _HeadExchange(axis, product)
 
 
 # ---------------------------------------------------------------- keys around a ring
 
 
-class _Tokens(enum.Enum):
+class _Some(enum.Enum):
     """Some of the tokens that a rank has."""
 
     ALL = enum.auto()
@@ -82,19 +80,15 @@ class _Step:
         options: of the whole attention.
         number: 0 to the number of ranks - 1.
         from_later: whether that is a rank with a higher number, [1] bool on the device.
-        key: those keys.
-        value: and their values.
-        segments: of this rank's queries, and of those keys.
+        tokens: this rank's queries, and those keys.
     """
 
     options: Options
     number: int
     from_later: Tensor
-    key: Tensor
-    value: Tensor
-    segments: Pair | None
+    tokens: Tokens
 
-    def products(self) -> Iterator[tuple[_Tokens, _Tokens, Options]]:
+    def products(self) -> Iterator[tuple[_Some, _Some, Options]]:
         """Yield the queries and keys between which there is attention.
 
         Under a causal mask the second chunk of a rank sees the first one of every other. Besides,
@@ -102,47 +96,40 @@ class _Step:
         much for every rank and step, and nothing in it is masked.
         """
         if self.number == 0 or not self.options.is_causal or self.options.window is not None:
-            yield _Tokens.ALL, _Tokens.ALL, self.options
+            yield _Some.ALL, _Some.ALL, self.options
             return
         unmasked = replace(self.options, is_causal=False)
-        yield _Tokens.SECOND, _Tokens.FIRST, unmasked
-        yield _Tokens.EITHER, _Tokens.EITHER, unmasked
+        yield _Some.SECOND, _Some.FIRST, unmasked
+        yield _Some.EITHER, _Some.EITHER, unmasked
 
-    def given(
-        self, query: Tensor, queries: _Tokens, keys: _Tokens
-    ) -> tuple[Tensor, Tensor, Tensor, Pair | None]:
-        """Return query, key, value and segments of a product."""
-        pair = self.segments
+    def given(self, queries: _Some, keys: _Some) -> Tokens:
+        """Return the tokens of a product."""
+        query, key, value, pair = self.tokens
         if pair is not None:
             pair = Pair(self.take(pair.queries, queries, 1), self.take(pair.keys, keys, 1))
-        return (
-            self.take(query, queries),
-            self.take(self.key, keys),
-            self.take(self.value, keys),
-            pair,
-        )
+        return Tokens(self.take(query, queries), self.take(key, keys), self.take(value, keys), pair)
 
-    def take(self, x: Tensor, tokens: _Tokens, dim: int = 2) -> Tensor:
+    def take(self, x: Tensor, tokens: _Some, dim: int = 2) -> Tensor:
         """Return the slice of these tokens."""
-        if tokens is _Tokens.ALL:
+        if tokens is _Some.ALL:
             return x
         first, second = x.chunk(2, dim)
-        if tokens is _Tokens.EITHER:
+        if tokens is _Some.EITHER:
             return torch.where(self.from_later, second, first)
-        return first if tokens is _Tokens.FIRST else second
+        return first if tokens is _Some.FIRST else second
 
-    def spread(self, x: Tensor, tokens: _Tokens, fill: float = 0.0) -> Tensor:
+    def spread(self, x: Tensor, tokens: _Some, fill: float = 0.0) -> Tensor:
         """Undo ``take``, with ``fill`` for other tokens."""
-        if tokens is _Tokens.ALL:
+        if tokens is _Some.ALL:
             return x
         other = torch.full_like(x, fill)
-        if tokens is _Tokens.EITHER:
+        if tokens is _Some.EITHER:
             halves = [
                 torch.where(self.from_later, other, x),
                 torch.where(self.from_later, x, other),
             ]
         else:
-            halves = [x, other] if tokens is _Tokens.FIRST else [other, x]
+            halves = [x, other] if tokens is _Some.FIRST else [other, x]
         return torch.cat(halves, 2)
 
 
@@ -153,16 +140,15 @@ class _Ring:
     axis: ContextAxis
     product: Implementation
 
-    def forward(
-        self, options: Options, query: Tensor, key: Tensor, value: Tensor, segments: Pair | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, options: Options, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        query, _, value, _ = tokens
         wide = torch.promote_types(query.dtype, torch.float32)
         output = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=wide)
         logsumexp = query.new_full(query.shape[:-1], MASKED, dtype=wide)
-        for step in self._steps(options, key, value, segments):
+        for step in self._steps(options, tokens):
             for queries, keys, masks in step.products():
-                product = self._product(options, step, query.shape[2])
-                found, sums = product.forward(masks, *step.given(query, queries, keys))
+                product = self._product(options, step)
+                found, sums = product.forward(masks, step.given(queries, keys))
                 output, logsumexp = _merged(
                     (output, logsumexp),
                     (step.spread(found.to(wide), queries), step.spread(sums, queries, MASKED)),
@@ -170,48 +156,40 @@ class _Ring:
         return output.to(query.dtype), logsumexp
 
     def backward(
-        self,
-        options: Options,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Pair | None,
-        output: Tensor,
-        logsumexp: Tensor,
-        grad: Tensor,
+        self, options: Options, tokens: Tokens, output: Tensor, logsumexp: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _ = tokens
         wide = torch.promote_types(query.dtype, torch.float32)
         grad_q, grad_k, grad_v = (torch.zeros_like(e, dtype=wide) for e in (query, key, value))
-        for step in self._steps(options, key, value, segments):
+        for step in self._steps(options, tokens):
             if step.number:
                 grad_k, grad_v = self.axis.send(grad_k), self.axis.send(grad_v)
             for queries, keys, masks in step.products():
-                product = self._product(options, step, query.shape[2])
-                given = step.given(query, queries, keys)
                 results = (step.take(each, queries) for each in (output, logsumexp, grad))
-                found = product.backward(masks, *given, *results)
+                product = self._product(options, step)
+                found = product.backward(masks, step.given(queries, keys), *results)
                 grad_q = grad_q + step.spread(found[0].to(wide), queries)
                 grad_k = grad_k + step.spread(found[1].to(wide), keys)
                 grad_v = grad_v + step.spread(found[2].to(wide), keys)
         grad_k, grad_v = self.axis.send(grad_k), self.axis.send(grad_v)  # home
         return grad_q.to(query.dtype), grad_k.to(key.dtype), grad_v.to(value.dtype)
 
-    def _steps(
-        self, options: Options, key: Tensor, value: Tensor, segments: Pair | None
-    ) -> Iterator[_Step]:
+    def _steps(self, options: Options, tokens: Tokens) -> Iterator[_Step]:
         rank, rotate = self.axis.local_rank_on_device, self.axis.send
+        query, key, value, segments = tokens
         for number in range(self.axis.size):
             if number:
                 key, value = rotate(key), rotate(value)
                 segments = segments and segments._replace(keys=rotate(segments.keys))
-            yield _Step(options, number, rank < number, key, value, segments)
+            yield _Step(options, number, rank < number, Tokens(query, key, value, segments))
 
-    def _product(self, options: Options, step: _Step, length: int) -> Implementation:
+    def _product(self, options: Options, step: _Step) -> Implementation:
         if options.window is None:
             return self.product
         # The kernel's masks are constants, and how far chunks are apart depends on the rank.
+        length = step.tokens.query.shape[2]
         own, its = self.axis.positions(length), self.axis.positions(length, before=step.number)
-        return at_positions(Pair(own, its))
+        return Chunked(Pair(own, its))
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -233,28 +211,16 @@ class _HeadExchange:
     axis: ContextAxis
     product: Implementation
 
-    def forward(
-        self, options: Options, query: Tensor, key: Tensor, value: Tensor, segments: Pair | None
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = map(self._there, (query, key, value))
-        output, logsumexp = self.product.forward(options, q, k, v, self._whole(segments))
+    def forward(self, options: Options, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        output, logsumexp = self.product.forward(options, self._whole(tokens))
         return self._back(output), self._back(logsumexp)
 
     def backward(
-        self,
-        options: Options,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Pair | None,
-        output: Tensor,
-        logsumexp: Tensor,
-        grad: Tensor,
+        self, options: Options, tokens: Tokens, output: Tensor, logsumexp: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = map(self._there, (query, key, value))
+        whole = self._whole(tokens)
         results = map(self._there, (output, logsumexp, grad))
-        found = self.product.backward(options, q, k, v, self._whole(segments), *results)
-        grad_q, grad_k, grad_v = map(self._back, found)
+        grad_q, grad_k, grad_v = map(self._back, self.product.backward(options, whole, *results))
         return grad_q, grad_k, grad_v
 
     def _there(self, x: Tensor) -> Tensor:
@@ -264,7 +230,7 @@ class _HeadExchange:
     def _back(self, x: Tensor) -> Tensor:
         return self.axis.all_to_all(self.axis.by_rank(x, 2), split_dim=2, concat_dim=1)
 
-    def _whole(self, segments: Pair | None) -> Pair | None:
-        if segments is None:
-            return None
-        return Pair(*(self.axis.whole(each, 1) for each in segments))
+    def _whole(self, tokens: Tokens) -> Tokens:
+        query, key, value = map(self._there, tokens[:3])
+        ids = tokens.segments
+        return Tokens(query, key, value, ids and Pair(*(self.axis.whole(each, 1) for each in ids)))

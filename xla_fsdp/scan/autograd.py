@@ -102,8 +102,6 @@ class ScanCall:
             others: the other tensor arguments of all blocks.
         """
         leaves = self.leaves
-        if self.one_by_one is not None:
-            x = x.clone()  # kept for backward, and nobody else can change it
         tensors = (x, *others, *leaves)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             output, *inner = _ScannedBlocks.apply(self, len(others), x, *others, *leaves)

@@ -136,13 +136,8 @@ class _Kernel:
         )
 
     def inputs(self, query: Any, key: Any, value: Any, segments: Any) -> tuple[Any, ...]:
-        """Return the kernel's inputs: query, key and value, padded, and segment ids; None where
-        positions mask all that is to be masked.
-
-        Args:
-            query, key, value: see ``Tokens``.
-            segments: none, or one array for queries, [batch, queries], and one for keys.
-        """
+        """Return the kernel's inputs: query, key and value, padded, and ids of segments, of queries
+        and of keys; None where positions mask all that is to be masked."""
         import jax.numpy as jnp
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as sk
 

@@ -18,7 +18,6 @@ from xla_fsdp.distributed.context_parallel import mean_over_context
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
-from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.fsdp.engine.state import FSDPState, refuse_changed
 from xla_fsdp.nn.chunked.head_loops import HeadConfig, NeededGrads, backward_loop, forward_loop
 from xla_fsdp.nn.chunked.hooks import (
@@ -105,23 +104,8 @@ class LinearCrossEntropy(nn.Linear, ChunkedModule):
                 lost.
             ValueError: if its weight is sharded already, or for options out of range.
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(
-                f"from_linear takes an nn.Linear, got {type(linear).__name__}; make the head "
-                f"before the model is wrapped"
-            )
-        if type(linear).forward not in (nn.Linear.forward, LinearCrossEntropy.forward):
-            raise TypeError(
-                f"{type(linear).__name__} has a forward of its own, which a LinearCrossEntropy "
-                f"would not run; keep it as it is"
-            )
+        cls._check_source(linear, nn.Linear, "out_features", "in_features")
         sizes = (linear.in_features, linear.out_features, linear.bias is not None)
-        if held_shape(linear.weight) != (linear.out_features, linear.in_features):
-            raise ValueError(
-                f"the layer's weight has shape {tuple(held_shape(linear.weight))}, not "
-                f"{(linear.out_features, linear.in_features)}: it is sharded. Make the head of the "
-                f"plain model's layer, then shard the head"
-            )
         head = cls(*sizes, device="meta", dtype=linear.weight.dtype, **options)
         head.weight, head.bias = linear.weight, linear.bias
         return head.train(linear.training)
@@ -243,15 +227,8 @@ class HeadCall:
     loops: LoopCache
 
     def losses(self, hidden: Tensor, goal: Tensor) -> Tensor:
-        """Return the loss of each row, [rows] float32.
-
-        Args:
-            hidden: hidden states, [rows, width].
-            goal: classes, [rows] int64.
-
-        Raises:
-            ValueError: for inputs in host memory, or if hidden states and weight differ in dtype.
-        """
+        """Return the losses, [rows] float32, of hidden states, [rows, width], and classes, [rows]
+        int64."""
         if torch.is_autocast_enabled("xla"):
             hidden = hidden.to(self.config.dtype)
         self._check(hidden, goal)
@@ -301,13 +278,9 @@ class HeadCall:
     def backward(
         self, saved: Sequence[Tensor], share: Tensor, *, needs_hidden: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return gradients of the hidden states and of the unit's shards.
-
-        Args:
-            saved: hidden states, targets and the results of ``forward`` except losses.
-            share: gradient of the losses, [rows].
-            needs_hidden: whether hidden states need a gradient.
-        """
+        """Return gradients of the hidden states, if these need one, and of the unit's shards, from
+        that of the losses, [rows], and from hidden states, targets and the results of ``forward``
+        except losses."""
         weights, config = self.weights, self.config
         share, *shards = start_backward(self.unit, share, *self.unit.group.shards)
         hidden, targets, norm, gathered, *bias = saved
@@ -335,13 +308,9 @@ class HeadCall:
     def _shard_grads(
         self, weight: Tensor | None, bias: Tensor | None, *, reduced: bool
     ) -> list[Tensor | None]:
-        """Return the gradients of the unit's shards.
-
-        Args:
-            weight: [chunks, rows, width] if ``reduced``, else [chunks, ranks * rows, width].
-            bias: not reduced, [chunks, ranks * rows].
-            reduced: whether the loop has reduced the gradient of the weight.
-        """
+        """Return the gradients of the unit's shards from those of the bias, [chunks, ranks * rows],
+        and of the weight, [chunks, rows, width] if the loop has ``reduced`` it, else of all ranks'
+        rows."""
         weights, chunks = self.weights, self.config.chunks
         unsharded: dict[str, Tensor] = {}
         if bias is not None:

@@ -5,6 +5,10 @@ up the rows that other ranks ask for in its own shard, or in a part of the table
 and the found rows are sent; this takes memory for the part, for the rows, and for the gradients of
 both in float32.
 
+Both map, by ``rows``, shards and row numbers, [n] int32, to rows [n, width] in the compute dtype,
+undefined for -1; and by ``sums`` row numbers and gradients of these rows, [n, width], to that of
+this rank's shard in the reduce dtype, summed over the ranks and divided by ``predivide``.
+
 Source: the row-wise sharding of embeddings in recommendation models (Ivchenko et al., TorchRec: a
 PyTorch Domain Library for Recommendation Systems, RecSys 2022).
 """
@@ -12,7 +16,6 @@ PyTorch Domain Library for Recommendation Systems, RecSys 2022).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,19 +28,6 @@ from xla_fsdp.nn.chunked.weights import ChunkedWeights
 from xla_fsdp.nn.embedding_grad import sum_rows
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import Loop, LoopCache, TensorSpec, trace_body
-
-
-class LookupStrategy(Protocol):
-    """Looks up rows. ``numbers``, [n] int32, are the rows that this rank asks for; -1 for none."""
-
-    def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
-        """Return the rows, [n, width] in the compute dtype; rows for -1 are undefined."""
-        ...
-
-    def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of this rank's shard in the reduce dtype, summed over the ranks and
-        divided by ``predivide``, from the gradients of the rows, [n, width]."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import current_pass, this_thread
@@ -114,12 +114,10 @@ class AutomaticScan(BlockScan):
     def _may_loop(self) -> bool:
         trains = torch.is_grad_enabled()
         # In training without gradients somebody may recompute: then with the same random numbers.
-        evaluates = not trains and not any(module.training for module in self._modules())
+        blocks = [block for reference in self._blocks if (block := reference()) is not None]
+        evaluates = not trains and not any(block.training for block in blocks)
         is_inside = bool(this_thread.units) and current_pass() == -1 and not in_region()
         return is_inside and (evaluates or (trains and not self._is_off))
-
-    def _modules(self) -> Iterator[nn.Module]:
-        yield from (each for reference in self._blocks if (each := reference()) is not None)
 
     def _begin(self, blocks: list[Any], given: Arguments) -> Pass:
         if problem := next(_problems_now(blocks), None):

@@ -26,7 +26,7 @@ from xla_fsdp.fsdp.engine.module_state import named_fsdp_modules
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import current_pass, joined
 from xla_fsdp.nn.remat_policy import ActivationStore, policy_of
-from xla_fsdp.scan.autograd import ForwardCounter, PositionCall, ScanCall
+from xla_fsdp.scan.autograd import ForwardCounter, ScanCall
 from xla_fsdp.scan.block_inputs import (
     Arguments,
     BlockState,
@@ -111,7 +111,6 @@ class Pass:
 
     blocks: list[Block]
     blocks_key: int  # equal for blocks with the same settings
-    trains: bool  # whether gradients flow back from the blocks' outputs
     # The input of block 0, and the other tensor arguments of all blocks: as they were when a block
     # was called with them, in the compute dtype.
     given: list[Tensor]
@@ -153,6 +152,12 @@ class Pass:
             if (found := output()) is not None:
                 found.become(x)
                 x = found  # so that its hooks see the gradients of the blocks that follow
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients flow back from the blocks' outputs."""
+        needs = any(each.requires_grad for each in self.given)
+        return self.around.trains and (needs or any(any(block.trained) for block in self.blocks))
 
     @property
     def key(self) -> Any:
@@ -280,9 +285,7 @@ class BlockScan:
             for at, (unit, block, state) in enumerate(zip(units, blocks, states, strict=True))
         ]
         number = self._number(tuple(map(tuple, key)))
-        needs = any(each.requires_grad for each in given.tensors) or any(map(any, trained))
-        trains = torch.is_grad_enabled() and needs
-        return Pass(found, number, trains, [_as_now(units[0], given.tensors[0])])
+        return Pass(found, number, [_as_now(units[0], given.tensors[0])])
 
     def _number(self, key: Any) -> int:
         return self._keys.setdefault(key, len(self._keys))
@@ -321,7 +324,7 @@ class BlockScan:
         for number in range(plan.stop, plan.length):
             outputs[number] = x = run_alone(current, number, x)
         if current.last is not None and not collects:
-            current.last.late = current.without_tensors()
+            current.last.late = True
         for number in kept if collects else []:
             if (output := current.outputs[number]()) is not None:
                 inner = plan.first <= number < plan.stop - 1 and outputs[number].requires_grad
@@ -341,16 +344,16 @@ class BlockScan:
         """Run the blocks of the loop; return the output of the last one, and, if the caller
         ``collects`` them, those of the others by number of the block."""
         plan, first = found.plan, current.blocks[found.plan.first].unit
-        positions, inputs = [], []
+        positions = []
         for at, numbers in enumerate(map(plan.numbers_at, range(plan.period))):
             call, blocks = current.calls[numbers[0]], [current.blocks[n] for n in numbers]
             template = replace(call.template, numbers=found.numbers[at])
             name = joined([block.unit.log.unit for block in blocks])
             weights = BlockWeights(template.unit.group, self._options.gather_once_below, name)
-            positions.append(Position(template, weights, call.others))
-            inputs.append(_position_call(blocks, found.values[at]))
+            units, held = [block.unit for block in blocks], _held(blocks, found.values[at])
+            shards = shards_of([unit.group for unit in units])
+            positions.append(Position(template, weights, call.others, units, shards, *held))
         scan = ScanCall(
-            inputs,
             Blocks(positions, plan.times, self._policy, self._store),
             collects,
             self._loops,
@@ -374,7 +377,12 @@ def _make_plan(current: Pass, period: int) -> _LoopPlan:
     whose numbers differ by a multiple of ``period`` have like parameters."""
     calls, trains = current.calls, current.trains
     templates = [call.template for call in calls]
-    traces = [call.trace or trace_block(call.template, trains=trains) for call in calls]
+    traces = [
+        call.trace
+        if call.trace is not None and (call.trace.gradient is not None or not trains)
+        else trace_block(call.template, trains=trains)
+        for call in calls
+    ]
     places = [(at % period, call.template.specs, call.others) for at, call in enumerate(calls)]
     kinds = kinds_of(traces, places)
     if any(kinds):
@@ -410,18 +418,15 @@ def _difference_problem(current: Pass, traces: Sequence[BlockTrace], number: int
     )
 
 
-def _position_call(blocks: Sequence[Block], values: Sequence[Tensor]) -> PositionCall:
-    units, shared = [block.unit for block in blocks], blocks[0].shared
+def _held(blocks: Sequence[Block], numbers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return stacks of the tensors and numbers that differ between blocks, and what all hold."""
     by_tensor = [
         [tensor.detach() for tensor in of_blocks]
         for of_blocks in zip(*(block.state.tensors for block in blocks), strict=True)
     ]
-    return PositionCall(
-        units,
-        shards_of([unit.group for unit in units]),
-        [*(torch.stack(of) for at, of in enumerate(by_tensor) if at not in shared), *values],
-        [by_tensor[at][0] for at in sorted(shared)],
-    )
+    shared = blocks[0].shared
+    own = [torch.stack(of) for at, of in enumerate(by_tensor) if at not in shared]
+    return [*own, *numbers], [by_tensor[at][0] for at in sorted(shared)]
 
 
 def run_alone(current: Pass, number: int, x: Tensor) -> Tensor:

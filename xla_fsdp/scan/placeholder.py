@@ -33,7 +33,8 @@ class Placeholder(Tensor):
 
     block: int
     length: int
-    late: Any  # the pass, if the loop has run without returning this output; else None
+    # If the loop has run without returning this output: the pass, if that tells how to compute it.
+    late: Any
     trains: bool  # whether gradients will flow back from the output
     compute: Callable[[Placeholder], None] | None
 

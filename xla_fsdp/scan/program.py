@@ -30,11 +30,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import current_pass, scope
 from xla_fsdp.nn.experts.late_products import LateProducts, computing_late
 from xla_fsdp.nn.remat_policy import ActivationStore, Recorded, RematPolicy, Replay
 from xla_fsdp.scan.tracing import Template, split
-from xla_fsdp.scan.weights import BlockWeights
+from xla_fsdp.scan.weights import BlockShards, BlockWeights
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import Loop, TensorSpec, cast_in_loop, graph_hash, trace_body, use_seed
 
@@ -79,11 +80,15 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Position:
-    """The blocks that run at one position of an iteration."""
+    """The blocks that run at one position of an iteration, in one forward."""
 
     template: Template  # the block that is traced
     weights: BlockWeights
     others: tuple[int, ...]  # which of all other arguments it takes, in order
+    units: list[FSDPState]  # one per iteration
+    shards: BlockShards
+    own: list[Tensor]  # stacks [length, ...] of the tensors and numbers that differ between blocks
+    shared: list[Tensor]  # tensors that all blocks hold
 
     @property
     def prefetched(self) -> list[TensorSpec]:

@@ -11,7 +11,6 @@ Invariant: only the first dim of a stack depends on the number of blocks.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ParamSpec, TypeVar
@@ -289,15 +288,12 @@ def _unpack(param: FSDPParam, packed: Tensor) -> list[Tensor]:
 def shards_of(groups: Sequence[FSDPParamGroup]) -> BlockShards:
     """Return the shards of blocks with these parameter groups."""
     stacked = any(param.slots.part is not None for param in groups[0].params)
-    return StackedShards(groups) if stacked else SeparateShards(groups)
+    return StackedShards(groups) if stacked else BlockShards(groups)
 
 
-class BlockShards(ABC):
-    """The shards of all blocks, which are the leaves of autograd.
-
-    Args:
-        groups: parameter groups of all blocks.
-    """
+class BlockShards:
+    """The shards of blocks with these parameter groups: the leaves of autograd. Each block has its
+    own; they are stacked in every step."""
 
     def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
         self._groups = groups
@@ -317,46 +313,9 @@ class BlockShards(ABC):
         by_block = [group.leaves for group in self._groups]
         return [leaves[at] for leaves in by_block for at in numbers]
 
-    @abstractmethod
     def sent_small(self, numbers: Sequence[int]) -> list[Tensor]:
-        """Return the sent tensors of small parameters of all blocks, one stack [length, ...] for
-        each parameter.
-
-        Args:
-            numbers: indices of the parameters.
-        """
-
-    @abstractmethod
-    def sent_large(
-        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return stacks [length, ...] of large parameters, of which each iteration casts and sends
-        one slice.
-
-        Args:
-            numbers: indices of the parameters.
-            leaves: their leaves, as ``of`` returns them.
-            after: tensors to compute before the stacks.
-        """
-
-    def is_sent_as_stored(self, number: int) -> bool:
-        """Whether ``sent_large`` returns the leaf of this parameter itself, for each iteration to
-        cast its slice."""
-        return False
-
-    @abstractmethod
-    def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """Return the gradients of all leaves from stacks of reduced gradients by parameter."""
-
-    @abstractmethod
-    def joined(self, grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-        """Return the gradients of all leaves from the gradients of each block's shards."""
-
-
-class SeparateShards(BlockShards):
-    """Shards of blocks that each have their own; they are stacked in every step."""
-
-    def sent_small(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Return the sent tensors of these small parameters of all blocks, one stack [length, ...]
+        for each parameter."""
         if not numbers:
             return []
         first = self._groups[0]
@@ -369,6 +328,8 @@ class SeparateShards(BlockShards):
     def sent_large(
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
     ) -> list[Tensor]:
+        """Return stacks [length, ...] of these large parameters, whose ``leaves`` are as ``of``
+        returns them, to compute ``after`` other tensors. Each iteration casts and sends a slice."""
         if not numbers:
             return []
         by_block = [leaves[at : at + len(numbers)] for at in range(0, len(leaves), len(numbers))]
@@ -389,7 +350,13 @@ class SeparateShards(BlockShards):
             by_stack = zip(stacks, by_param, strict=True)
             return [stack.reshape(length, *own[0].shape) for stack, own in by_stack]
 
+    def is_sent_as_stored(self, number: int) -> bool:
+        """Whether ``sent_large`` returns the leaf of this parameter itself, for each iteration to
+        cast its slice."""
+        return False
+
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
+        """Return the gradients of all leaves from stacks of reduced gradients by parameter."""
         params = self._groups[0].params
         slices = {at: _slices(params[at], stack) for at, stack in sums.items()}
         return [
@@ -401,6 +368,7 @@ class SeparateShards(BlockShards):
         ]  # fmt: skip
 
     def joined(self, grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """Return the gradients of all leaves from the gradients of each block's shards."""
         return [grad for of_block in grads for grad in of_block]
 
 

@@ -182,7 +182,8 @@ class BlockState:
                 )
         finally:
             for (_, holder), items in zip(self._holders, original, strict=True):
-                holder.clear()
+                for key in holder.keys() - items.keys():
+                    del holder[key]
                 holder.update(items)
 
     def _assigned(self, before: Sequence[dict[str, Any]]) -> list[str]:

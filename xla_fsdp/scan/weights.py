@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
-from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,6 @@ from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.nn.experts.late_products import Product
 from xla_fsdp.xla import ops
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 TOGETHER = 2**22
 """Elements of gradients that a loop may reduce together. A ring cannot start before the last of
 its gradients: that of a block's first matrix, if all share one."""
@@ -40,18 +37,6 @@ MOST_PIECES = 4
 
 IN_FLIGHT = 3
 """Pieces that are there at a time: with two, rings of the first are waited for."""
-
-
-def _of_all_blocks(method: Callable[P, T]) -> Callable[P, T]:
-    """Let a method of ``BlockWeights`` tell of all blocks what the group of the first one does."""
-
-    @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        weights: Any = args[0]
-        with weights.group.log.of(weights.name):
-            return method(*args, **kwargs)
-
-    return run
 
 
 class BlockWeights:
@@ -102,7 +87,6 @@ class BlockWeights:
         first, others = late[:2], late[2:]
         return [[at] for at in (*sorted(first, key=self._numel, reverse=True), *others)]
 
-    @_of_all_blocks
     def gather(
         self,
         params: Sequence[int],
@@ -116,14 +100,14 @@ class BlockWeights:
             cast(shaped(each, param.packing.sent_shape), param.compute_dtype or each.dtype)
             for param, each in pairs
         ]
-        return self.group.gather.unshard_sent(self._params(params), ready)
+        with self._of_all_blocks():
+            return self.group.gather.unshard_sent(self._params(params), ready)
 
     def reduced_in_pieces(self, params: Sequence[int]) -> list[int]:
         """Return the originals of those parameters whose gradients ``reduce`` takes as products:
         stacks of large matrices, sharded by rows of these, which any columns of can be reduced."""
         return self.originals([at for at in params if _num_pieces(self.group.params[at])])
 
-    @_of_all_blocks
     def reduce(
         self,
         params: Sequence[int],
@@ -140,10 +124,11 @@ class BlockWeights:
         """
         reduction = self.group.reduction
         found: dict[int, Tensor] = {}
-        for run in self._runs(params):
-            found.update(reduction.unpack(reduction.scatter(grads, run, self._rings)))
-        for at, total in self._reduce_products(products).items():
-            found[at] = found[at] + total if at in found else total
+        with self._of_all_blocks():
+            for run in self._runs(params):
+                found.update(reduction.unpack(reduction.scatter(grads, run, self._rings)))
+            for at, total in self._reduce_products(products).items():
+                found[at] = found[at] + total if at in found else total
         return found
 
     def _reduce_products(self, products: Mapping[int, Sequence[Product]]) -> dict[int, Tensor]:
@@ -186,11 +171,10 @@ class BlockWeights:
             runs[-1].append(at)
         return runs
 
-    @_of_all_blocks
     def gather_small(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """All-gather the small parameters of all blocks from stacks of sent tensors; return their
         originals, [length, *shape] each."""
-        with torch.no_grad():
+        with torch.no_grad(), self._of_all_blocks():
             sent = [stack.reshape(-1) for stack in stacks]
             gathered = self.group.gather.gather_tensors(sent, self._params(self.small))
             triples = zip(self._params(self.small), gathered, stacks, strict=True)
@@ -200,7 +184,6 @@ class BlockWeights:
                 for original in _unpack(param, _swap(stack, len(stack), len(own)))
             ]
 
-    @_of_all_blocks
     def reduce_small(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Reduce-scatter gradients of small parameters, [length, *shape] by original; return the
         sums, [length, shard size] by parameter."""
@@ -215,16 +198,21 @@ class BlockWeights:
             for stack, param in zip(packed.values(), params, strict=True)
             for ranks in [param.packing.layout.num_shards]
         ]
-        sums = self.group.reduction.scatter_tensors(sent, params=params)
+        with self._of_all_blocks():
+            sums = self.group.reduction.scatter_tensors(sent, params=params)
         pairs = zip(packed.items(), sums, strict=True)
         return {at: each.reshape(len(stack), -1) for (at, stack), each in pairs}
 
-    @_of_all_blocks
     def sum_replicas(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
         """All-reduce stacks of gradients, by parameter, over the replicas."""
         flat = {at: stack.reshape(-1) if at in self.small else stack for at, stack in sums.items()}
-        added = self.group.reduction.sum_replicas_of(flat)
+        with self._of_all_blocks():
+            added = self.group.reduction.sum_replicas_of(flat)
         return {at: shaped(added[at], stack.shape) for at, stack in sums.items()}
+
+    def _of_all_blocks(self) -> AbstractContextManager[None]:
+        """Let the log tell inside of all blocks what the group of the first one does."""
+        return self.group.log.of(self.name)
 
     def _numel(self, number: int) -> int:
         return self.group.params[number].packing.layout.numel

@@ -225,15 +225,18 @@ class _ModuleState:
         self._contents = _contents([*registries, *containers])
         held = (value for each, _ in self._contents for value in _values(each))
         # Parameters of units, also those that have been resharded, are of other classes.
-        tensors = (each for each in held if type(each) is Tensor and not each.requires_grad)
+        tensors = [each for each in held if type(each) is Tensor]
         self._copies = {id(each): each.detach().clone() for each in tensors}
+        self._need_grad = {id(each) for each in tensors if each.requires_grad}
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the state inside the block, with copies of tensors, and the present one after
         it."""
         present = _contents([container for container, _ in self._contents])
-        _fill(self._contents, {at: each.clone() for at, each in self._copies.items()})
+        copies = self._copies.items()  # each without a graph, and no leaf, which nobody may change
+        graphs = {at: each.detach().requires_grad_(at in self._need_grad) for at, each in copies}
+        _fill(self._contents, {at: each.clone() for at, each in graphs.items()})
         try:
             yield
         finally:

@@ -221,6 +221,33 @@ class _Calling(nn.Module):
         return self.inner(x)
 
 
+class _Remembering(nn.Module):
+    """Changes a tensor in place that has a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(FEATURES, FEATURES)
+        self.memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.memory is None:
+            self.memory = self.lin(x)
+        self.memory.mul_(0.5).add_(x)
+        return torch.tanh(self.lin(x)) * self.memory.clone()
+
+
+def _memories(device: torch.device, x: Tensor) -> list[list[Tensor]]:
+    """What two calls leave in the memory, and gradients; of the plain module and recomputed."""
+    from xla_fsdp import checkpoint_module
+
+    found = []
+    plain = _Remembering().to(device)
+    for module in (copy.deepcopy(plain), checkpoint_module(copy.deepcopy(plain))):
+        (module(x) + module(x)).sum().backward()
+        found.append([each.detach().cpu() for each in (module.memory, module.lin.weight.grad)])
+    return found
+
+
 class _Computing(nn.Module):
     """Runs what is pending, as operators do that torch_xla computes on the host."""
 
@@ -373,6 +400,7 @@ def on_one_rank(rank: int) -> dict[str, Any]:
     results["buffers"] = _buffers(device, x)
     results["computed statistics"] = _computed_statistics(device, x)
     results["saved buffer"] = _saved_buffer(device, x)
+    results["memories"] = _memories(device, x)
     results["inputs are gone"] = _inputs_are_gone(checkpoint_module(copy.deepcopy(plain)), x)
     results["selective"] = _selective(device, x)
     results["gathers"] = {
@@ -615,6 +643,11 @@ def test_state_is_changed_once_and_is_that_of_the_forward(change: str) -> None:
 
 def test_a_saved_buffer_has_the_value_of_its_own_forward() -> None:
     assert result()["saved buffer"] == [0.5, 0.25]
+
+
+def test_a_memory_with_a_graph_is_changed_once() -> None:
+    plain, recomputed = result()["memories"]
+    torch.testing.assert_close(recomputed, plain)
 
 
 def test_forward_runs_again_in_backward_only() -> None:

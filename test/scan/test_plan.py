@@ -34,4 +34,3 @@ def test_a_plan_tells_which_block_runs_where() -> None:
     plan = Plan(length=8, first=1, period=3, times=2)
     assert [list(plan.numbers_at(position)) for position in range(3)] == [[1, 4], [2, 5], [3, 6]]
     assert (list(plan.numbers), plan.stop, plan.size) == ([1, 2, 3, 4, 5, 6], 7, 5)
-    assert str(plan) == "2 iterations of 3, 1 before the loop, 1 after the loop"

@@ -763,7 +763,7 @@ def changed(change: Callable[[Any], None]) -> nn.Module:
         ("stepped in backward", ["block 0 is stepped in backward"]),
         ("kept", ["block 0 has gradients that wait to be reduced (no_sync)"]),
         ("other order", ["block 0 of 3 is not at this place of a stack"]),
-        ("fewer", ["block 2 of 2 is not at this place of a stack"]),
+        ("fewer", ["block 0 of 2 is not at this place of a stack of 2 blocks"]),
         ("without scan_layers", ["give scan_layers=True"]),
     ],
 )

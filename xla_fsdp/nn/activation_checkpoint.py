@@ -20,7 +20,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -33,13 +33,12 @@ from xla_fsdp.distributed.context_parallel import current_context, in_context
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
 from xla_fsdp.distributed.higher_order import explain_hooks, in_transform
 from xla_fsdp.fsdp.engine.autograd import before_backward, changed_in_place, on_device, present
-from xla_fsdp.fsdp.engine.inputs import Inputs, num_changes, version_of
+from xla_fsdp.fsdp.engine.inputs import Inputs, version_of
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import current_pass, scope, this_thread
 from xla_fsdp.wrap import has_forward
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.graph import buffer_id
 
 _SAME_TWICE = (
     "It must do the same both times: look for state that it changes, such as a cache that it "
@@ -189,7 +188,6 @@ class _Environment:
         # another rank did meanwhile.
         if self._cpu_rng is not None and torch.equal(self._cpu_rng, torch.get_rng_state()):
             self._cpu_rng = None
-        self._modules.note_changes()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -197,19 +195,13 @@ class _Environment:
         xla_rng, cpu_rng = ops.get_rng_state(self._device), torch.get_rng_state()
         self._set(self._xla_rng, self._cpu_rng)
         try:
-            with contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as stack, self._modules.restored():
                 for kind, dtype, enabled in self._autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 stack.enter_context(in_context(self._context))
-                stack.enter_context(self._modules.restored())
                 yield
         finally:
             self._set(xla_rng, None if self._cpu_rng is None else cpu_rng)
-
-    def own(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, saved inside ``restored``, without its graph and with a value that
-        stays after it."""
-        return self._modules.own(tensor)
 
     def _set(self, xla_rng: int, cpu_rng: Tensor | None) -> None:
         ops.set_rng_state(xla_rng, self._device)
@@ -227,66 +219,28 @@ class _ModuleState:
     def __init__(self, module: nn.Module) -> None:
         # Not of a wrapper, which shows the buffers of the module inside.
         modules = [inner for inner in module.modules() if not is_wrapper(inner)]
-        own = [value for inner in modules for value in _own_attributes(inner)]
-        containers = [value for value in own if type(value) in _CONTAINERS]
         registries = [slots for inner in modules for slots in (inner._buffers, vars(inner))]
-        self._contents = _contents(_each_once([*registries, *containers]))
-        held = [*own, *(value for each in containers for value in _values(each))]
-        buffers = [tensor for inner in modules for tensor in inner._buffers.values()]
+        own = (value for inner in modules for value in _own_attributes(inner))
+        containers = [value for value in own if type(value) in _CONTAINERS]
+        self._contents = _contents([*registries, *containers])
+        held = (value for each, _ in self._contents for value in _values(each))
         # Parameters of units, also those that have been resharded, are of other classes.
-        self._tensors = _each_once([each for each in (*buffers, *held) if type(each) is Tensor])
-        self._copies = [tensor.detach().clone() for tensor in self._tensors]
-        self._changes = num_changes(self._tensors)
-        self._before = list(map(_buffer_of, self._tensors))
-        self._pending = [True] * len(self._tensors)
-        self._memory: set[int] = set()  # inside ``restored``, of the tensors that it sets
-
-    def note_changes(self) -> None:
-        """Note which tensors the forward may have changed without a trace."""
-        now = map(_buffer_of, self._tensors)
-        # Operators that torch_xla computes on the host may have computed them by now.
-        self._pending = [
-            ops.is_pending(tensor) or after != before
-            for tensor, before, after in zip(self._tensors, self._before, now, strict=True)
-        ]
+        tensors = [each for each in held if type(each) is Tensor]
+        self._copies = {id(each): each.detach().clone() for each in tensors}
+        self._need_grad = {id(each) for each in tensors if each.requires_grad}
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the state inside the block, and the present one after it."""
+        """Restore the state inside the block, with copies of tensors, and the present one after
+        it."""
         present = _contents([container for container, _ in self._contents])
-        changed = self._changed()
-        tensors, values = [tensor for tensor, _ in changed], [value for _, value in changed]
-        now = [tensor.detach().clone() for tensor in tensors]
-        _fill(self._contents)
-        # To others, who saved these tensors for their backward, nothing happens.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
-            _copy(values, tensors)
-            self._memory = set(map(ops.memory_of, tensors))
-            try:
-                yield
-            finally:
-                self._memory = set()
-                _copy(now, tensors)
-                _fill(present)
-
-    def own(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` without its graph; a copy if it shares memory with a tensor that
-        ``restored`` sets."""
-        shares = bool(self._memory) and ops.memory_of(tensor) in self._memory
-        return tensor.detach().clone() if shares else tensor.detach()
-
-    def _changed(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors that may have other values now, and the values to restore."""
-        changes = num_changes(self._tensors)
-        found = zip(self._tensors, self._copies, self._pending, self._changes, changes, strict=True)
-        # Not only by number of changes: torch_xla's BatchNorm changes its statistics without one.
-        return [
-            (tensor, value)
-            for tensor, value, pending, before, after in found
-            if type(tensor) is Tensor
-            and (pending or before != after or ops.is_pending(tensor))
-            and not tensor.is_inference()
-        ]
+        copies = self._copies.items()  # each without a graph, and no leaf, which nobody may change
+        graphs = {at: each.detach().requires_grad_(at in self._need_grad) for at, each in copies}
+        _fill(self._contents, {at: each.clone() for at, each in graphs.items()})
+        try:
+            yield
+        finally:
+            _fill(present, {})
 
 
 _CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
@@ -297,16 +251,8 @@ _Contents = Sequence[tuple[Any, Any]]
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_flat_weights"}  # of recurrent layers
 
 
-def _buffer_of(tensor: Tensor) -> int | None:
-    return buffer_id(tensor) if on_device(tensor) else None
-
-
 def _own_attributes(module: nn.Module) -> list[Any]:
     return [value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
-
-
-def _each_once(objects: Sequence[Any]) -> list[Any]:
-    return list({id(each): each for each in objects}.values())
 
 
 def _values(container: Any) -> Iterable[Any]:
@@ -318,13 +264,13 @@ def undoing_changes(module: nn.Module) -> Iterator[Callable[[], bool]]:
     """Give containers and objects that modules hold, at any depth, their items back at the end;
     yield a function that returns whether these have changed inside."""
     own = [value for inner in module.modules() for value in _own_attributes(inner)]
-    contents = _contents(_each_once(list(_containers_in(own))))
+    contents = _contents(_containers_in(own))
     changed: list[Any] = []
     try:
         yield lambda: bool(changed)
     finally:
         changed += [pair for pair in contents if not _same_items(*pair)]
-        _fill(changed)
+        _fill(changed, {})
 
 
 def _containers_in(values: Iterable[Any]) -> Iterator[Any]:
@@ -352,26 +298,20 @@ def _same_items(container: Any, before: Any) -> bool:
     return all(one is other for one, other in zip(container, before, strict=True))
 
 
-def _contents(containers: Sequence[Any]) -> _Contents:
-    return [(container, copy.copy(container)) for container in containers]
+def _contents(containers: Iterable[Any]) -> _Contents:
+    once = {id(container): container for container in containers}
+    return [(container, copy.copy(container)) for container in once.values()]
 
 
-def _fill(contents: _Contents) -> None:
+def _fill(contents: _Contents, instead: Mapping[int, Any]) -> None:
+    """Give containers back what they held, or what is there ``instead``, by id."""
     for container, wanted in contents:
         container.clear()
-        if isinstance(container, list | deque):
-            container.extend(wanted)
+        if isinstance(container, dict):
+            container.update({key: instead.get(id(each), each) for key, each in wanted.items()})
         else:
-            container.update(wanted)
-
-
-def _copy(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for value, tensor in zip(values, tensors, strict=True):
-            if tensor.shape == value.shape:
-                tensor.copy_(value)
-            else:  # a forward resized it, as observers of torch.ao resize theirs in the first
-                tensor.data = value.clone()
+            add = container.update if isinstance(container, set) else container.extend
+            add([instead.get(id(each), each) for each in wanted])
 
 
 class _Saved:
@@ -503,7 +443,7 @@ class Region:
                 with hooks:
                     self._forward(*args, **kwargs)
                 self._lost = saved.changed()
-                return [self._environment.own(tensor) for tensor in saved.close()]
+                return [tensor.detach() for tensor in saved.close()]
         except Exception as error:
             note = (
                 f"Raised while the checkpointed forward of {self._name} was recomputed, in "

@@ -34,7 +34,7 @@ from xla_fsdp.nn.chunked.chunks import TILE, Chunks
 from xla_fsdp.nn.embedding_grad import embedding_by
 from xla_fsdp.nn.forward_weight import compute_by, weights_are_whole
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.loop import Loop, TensorSpec, read_slice, trace_body, write_slice
+from xla_fsdp.xla.loop import TensorSpec, read_slice, traced_loop, write_slice
 
 LEAST_BYTES = 2**25
 """Size of the smallest weight, gathered, that is computed with in pieces."""
@@ -238,28 +238,23 @@ class LinearInPieces(LargeWeight):
         pieces = self.pieces(rows)
         expect_on_all_ranks(f"use in {pieces.count} pieces", [self.group.params[self.number]])
         rows, sent = ops.barrier([rows, pieces.cut(self.sent())])
-        # By class: each iteration writes whole rows.
-        shape = (pieces.num_ranks, pieces.shard_rows, len(rows))
-        start = ops.uninitialized(shape, rows.dtype, rows)
-        loop = self.unit.loops.get(
-            ("forward", self.number, pieces, TensorSpec.of(rows)),
-            lambda: self._forward_loop(pieces, rows, start),
-        )
-        numbers = pieces.numbers(rows.device)
-        values = [self.gather(sent[0]), start, sent, numbers, rows]
-        _, logits = loop.run(values, None)
-        return logits.reshape(-1, len(rows))[: pieces.num_classes].t()
 
-    def _forward_loop(self, pieces: Pieces, rows: Tensor, logits: Tensor) -> Loop:
         def body(values: list[Tensor]) -> list[Tensor]:
             piece, logits, sent, number, rows = values
             following = self.gather(sent)
             found = (piece @ rows.t()).reshape(pieces.num_ranks, pieces.rows, -1)
             return [following, write_slice(logits, found, 1, pieces.start(number))]
 
-        specs = [_gathered(pieces, rows), TensorSpec.of(logits), *_xs(pieces, rows)]
-        traced = trace_body(body, [*specs, TensorSpec.of(rows)], "fsdp_linear_forward")
-        return Loop(traced, pieces.count, 2, 2, prefetched=[0])
+        # By class: each iteration writes whole rows.
+        shape, name = (pieces.num_ranks, pieces.shard_rows, len(rows)), "fsdp_linear_forward"
+        carry = [self.gather(sent[0]), ops.uninitialized(shape, rows.dtype, rows)]
+        xs, length = [sent, pieces.numbers(rows.device)], pieces.count
+        loop = self.unit.loops.get(
+            ("forward", self.number, pieces, TensorSpec.of(rows)),
+            lambda: traced_loop(body, name, length, carry, xs, [rows], prefetched=[0]),
+        )
+        _, logits = loop.run([*carry, *xs, rows], None)
+        return logits.reshape(-1, len(rows))[: pieces.num_classes].t()
 
     def backward(
         self, rows: Tensor, grad: Tensor, needs: Sequence[bool]
@@ -278,31 +273,7 @@ class LinearInPieces(LargeWeight):
         padding = pieces.num_ranks * pieces.shard_rows - pieces.num_classes
         by_class = F.pad(grad.t(), (0, 0, 0, padding)) if padding else grad.t()
         by_class = by_class.reshape(pieces.num_ranks, pieces.shard_rows, -1)
-        reduction = self.group.reduction
-        needs = tuple(needs)
-        loop = self.unit.loops.get(
-            (
-                "backward",
-                self.number,
-                pieces,
-                TensorSpec.of(rows),
-                needs,
-                reduction.predivide,
-                reduction.dtype,
-            ),
-            lambda: self._backward_loop(pieces, rows, by_class, needs),
-        )
-        of_input = [torch.zeros_like(rows, dtype=torch.float32)] if needs[0] else []
-        numbers = pieces.numbers(rows.device)
-        values = [*of_input, sent, numbers, by_class, rows]
-        results = iter(loop.run(values, None))
-        of_rows = next(results) if needs[0] else None
-        return of_rows, pieces.joined(next(results)) if needs[1] else None
-
-    def _backward_loop(
-        self, pieces: Pieces, rows: Tensor, by_class: Tensor, needs: Sequence[bool]
-    ) -> Loop:
-        to_sum, by = self.group.reduction.to_sum, self.group.collectives.in_rings()
+        reduction, by = self.group.reduction, self.group.collectives.in_rings()
 
         def body(values: list[Tensor]) -> list[Tensor]:
             sent, number, by_class, rows = values[-4:]
@@ -310,22 +281,20 @@ class LinearInPieces(LargeWeight):
             flat = grad.reshape(-1, len(rows)).t()
             found = [total + flat @ self.gather(sent) for total in values[:-4]]
             if needs[1]:
-                found.append(by.reduce_scatter_product(flat, rows, to_sum))
+                found.append(by.reduce_scatter_product(flat, rows, reduction.to_sum))
             return found
 
-        carry = [TensorSpec(tuple(rows.shape), torch.float32)] if needs[0] else []
-        constants = [TensorSpec.of(by_class), TensorSpec.of(rows)]
-        specs = [*carry, *_xs(pieces, rows), *constants]
-        traced = trace_body(body, specs, "fsdp_linear_backward")
-        return Loop(traced, pieces.count, len(carry), 2, reverse=True)
-
-
-def _gathered(pieces: Pieces, rows: Tensor) -> TensorSpec:
-    return TensorSpec((pieces.num_ranks * pieces.rows, pieces.width), rows.dtype)
-
-
-def _xs(pieces: Pieces, rows: Tensor) -> list[TensorSpec]:
-    return [TensorSpec((pieces.rows, pieces.width), rows.dtype), TensorSpec((1,), torch.int32)]
+        carry = [torch.zeros_like(rows, dtype=torch.float32)] if needs[0] else []
+        xs, constants = [sent, pieces.numbers(rows.device)], [by_class, rows]
+        how = (*needs, reduction.predivide, reduction.dtype)
+        length, name = pieces.count, "fsdp_linear_backward"
+        loop = self.unit.loops.get(
+            ("backward", self.number, pieces, TensorSpec.of(rows), *how),
+            lambda: traced_loop(body, name, length, carry, xs, constants, reverse=True),
+        )
+        results = iter(loop.run([*carry, *xs, *constants], None))
+        of_rows = next(results) if needs[0] else None
+        return of_rows, pieces.joined(next(results)) if needs[1] else None
 
 
 class _Linear(torch.autograd.Function):

@@ -68,7 +68,7 @@ def save_nothing(run: Run, module: nn.Module, x: Tensor) -> Recorded:
 
 
 def save_everything(run: Run, module: nn.Module, x: Tensor) -> Recorded:
-    """Save every tensor that autograd saves, once, unless it is computed from parameters alone."""
+    """Save every tensor that autograd saves, unless it is computed from parameters alone."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> int:
@@ -77,41 +77,25 @@ def save_everything(run: Run, module: nn.Module, x: Tensor) -> Recorded:
 
     with torch.enable_grad(), saved_tensors_hooks(pack, _refuse_backward):
         output = run().detach()
-    kept: list[Tensor] = []
-    index_of: dict[int, int] = {}  # by position among all that autograd saves: index in ``kept``
-    for number, tensor in enumerate(saved):
-        if not depends_on(tensor, x):
-            continue
-        same = (at for at, each in enumerate(kept) if _same(each, tensor))
-        index_of[number] = next(same, len(kept))
-        if index_of[number] == len(kept):
-            kept.append(tensor)
-    return Recorded(output, kept, partial(_replay_saved, index_of))
+    numbers = [number for number, tensor in enumerate(saved) if depends_on(tensor, x)]
+    return Recorded(output, [saved[n] for n in numbers], partial(_replay_saved, numbers))
 
 
 def _refuse_backward(_: Any) -> Tensor:
     raise RuntimeError("backward ran through a forward that was traced for a loop alone")
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and graph_hash(a) == graph_hash(b)
-
-
 def _replay_saved(
-    index_of: dict[int, int], run: Run, module: nn.Module, kept: Sequence[Tensor]
+    numbers: Sequence[int], run: Run, module: nn.Module, kept: Sequence[Tensor]
 ) -> Tensor:
-    """Recompute a block; for the n-th tensor that autograd saves, save ``kept[index_of[n]]`` if n
-    is in ``index_of``."""
-    numbers = itertools.count()
+    """Recompute a block; let autograd save those in ``kept`` in place of its tensors with these
+    numbers."""
+    known, count = dict(zip(numbers, kept, strict=True)), itertools.count()
 
-    def pack(tensor: Tensor) -> tuple[int, Tensor]:
-        return next(numbers), tensor.detach()
+    def pack(tensor: Tensor) -> Tensor:
+        return known.get(next(count), tensor.detach())
 
-    def unpack(packed: tuple[int, Tensor]) -> Tensor:
-        number, tensor = packed
-        return kept[index_of[number]] if number in index_of else tensor
-
-    with saved_tensors_hooks(pack, unpack):
+    with saved_tensors_hooks(pack, lambda saved: saved):
         return run()
 
 
@@ -173,11 +157,6 @@ class _Replaced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-def is_replaced(node: Any) -> bool:
-    """Return whether a node of autograd is that of an activation that was saved by its name."""
-    return isinstance(node, _Replaced._backward_cls)
 
 
 Intercept = Callable[[str, Tensor], Tensor]

@@ -8,7 +8,6 @@ running variance is unbiased, as in torch.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,21 +84,15 @@ class SyncBatchNorm(_BatchNorm):
         Raises:
             ValueError: for a lazy layer that has seen no input yet.
         """
-        return cls._converted(module, groups, {})
-
-    @classmethod
-    def _converted(
-        cls, module: nn.Module, groups: list[list[int]] | None, done: dict[int, nn.Module]
-    ) -> nn.Module:
-        if id(module) in done:  # a layer that several modules share is converted once
-            return done[id(module)]
-        done[id(module)] = module
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            done[id(module)] = cls._like(module, groups)
-        for name, child in module._modules.items():
-            if child is not None:
-                module._modules[name] = cls._converted(child, groups, done)
-        return done[id(module)]
+        made = {
+            id(layer): cls._like(layer, groups)
+            for layer in module.modules()  # each once, also if several modules share it
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, cls)
+        }
+        for parent in module.modules():
+            for name, child in parent._modules.items():
+                parent._modules[name] = made.get(id(child), child)
+        return made.get(id(module), module)
 
     @classmethod
     def _like(cls, layer: _BatchNorm, groups: list[list[int]] | None) -> SyncBatchNorm:
@@ -157,13 +150,12 @@ class SyncBatchNorm(_BatchNorm):
 
 def _all_reduce(value: Tensor, groups: ops.Groups) -> Tensor:
     """Sum over ranks; the gradient is the sum of the ranks' gradients."""
-    total = partial(_sum_over_ranks, groups=groups)
-    return mapped(value, total, total)
-
-
-def _sum_over_ranks(value: Tensor, groups: ops.Groups) -> Tensor:
     alone = len(groups[0]) == 1 if groups else ops.world_size() == 1
-    return value.clone() if alone else ops.all_reduce("sum", value, groups)
+
+    def total(value: Tensor) -> Tensor:
+        return value.clone() if alone else ops.all_reduce("sum", value, groups)
+
+    return mapped(value, total, total)
 
 
 def _as_channels(values: Tensor, like: Tensor) -> Tensor:

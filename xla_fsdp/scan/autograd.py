@@ -26,11 +26,11 @@ from xla_fsdp.scan.program import (
     Blocks,
     ForwardProgram,
     Inputs,
+    Position,
     backward_program,
     forward_program,
 )
 from xla_fsdp.scan.tracing import split
-from xla_fsdp.scan.weights import BlockShards
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import LoopCache, new_seeds
 
@@ -55,28 +55,20 @@ class ForwardCounter:
 
 
 @dataclass(frozen=True)
-class PositionCall:
-    """The blocks that run at one position of an iteration, in one forward."""
-
-    units: list[FSDPState]  # one per iteration
-    shards: BlockShards
-    own: list[Tensor]  # stacks [length, ...] of the tensors and numbers that differ between blocks
-    shared: list[Tensor]  # tensors that all blocks hold
-
-
-@dataclass(frozen=True)
 class ScanCall:
     """One forward of all blocks."""
 
-    positions: list[PositionCall]
     blocks: Blocks
     collects: bool  # whether the caller holds outputs of inner blocks
     loops: LoopCache
     key: Hashable  # equal for calls that can run the same loops
     counter: ForwardCounter
-    # Runs the blocks, given x and the others, for gradients of gradients; where there is one, a
-    # forward already finds out that a loop cannot run the backward.
+    # Runs the blocks, given x and the others, for gradients of gradients.
     one_by_one: Callable[[Tensor, Sequence[Tensor]], Tensor] | None = None
+
+    @property
+    def positions(self) -> list[Position]:
+        return self.blocks.positions
 
     @property
     def first_unit(self) -> FSDPState:
@@ -102,8 +94,6 @@ class ScanCall:
             others: the other tensor arguments of all blocks.
         """
         leaves = self.leaves
-        if self.one_by_one is not None:
-            x = x.clone()  # kept for backward, and nobody else can change it
         tensors = (x, *others, *leaves)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             output, *inner = _ScannedBlocks.apply(self, len(others), x, *others, *leaves)
@@ -150,10 +140,6 @@ class _ScannedBlocks(torch.autograd.Function):
         ctx.save_for_backward(*itertools.chain(*parts), *present([done.seeds]))
         ctx.versions = call.versions
         call.counter.add(ctx.versions)
-        if call.one_by_one is not None:
-            none = (False,) * len(call.positions)
-            reduces = _all_reduce(call)
-            _backward_program(call, inputs, done.program, done.ys, ctx.needs, none, reduces)
         ctx.autocast = (torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla"))
         ctx.context = current_context()
         inner = []
@@ -189,10 +175,7 @@ def _forward(
         # stacked; otherwise both are in memory at once.
         first = [x] if unit.config.optimization_barrier_in_forward else []
         sent = _to_send(call, _large_leaves(call), first)
-        sent_small = [
-            own.shards.sent_small(at.weights.small)
-            for own, at in zip(call.positions, call.blocks.positions, strict=True)
-        ]
+        sent_small = [at.shards.sent_small(at.weights.small) for at in call.positions]
         if unit.config.optimization_barrier_in_forward:
             flat = [each for stacks in (*sent, *sent_small) for each in stacks]
             sizes = [len(stacks) for stacks in (*sent, *sent_small)]
@@ -200,9 +183,9 @@ def _forward(
             sent, sent_small = stacks[: len(sent)], stacks[len(sent) :]
         small = [
             at.weights.gather_small(stacks)
-            for at, stacks in zip(call.blocks.positions, sent_small, strict=True)
+            for at, stacks in zip(call.positions, sent_small, strict=True)
         ]
-        inputs = _inputs(sent, small, [(own.own, own.shared) for own in call.positions], others)
+        inputs = _inputs(sent, small, [(at.own, at.shared) for at in call.positions], others)
         program = call.loops.get(
             ("forward", (needs, call.collects), call.key),
             lambda: forward_program(call.blocks, inputs, needs, collects=call.collects),
@@ -228,21 +211,20 @@ def _inputs(
 
 def _large_leaves(call: ScanCall) -> list[list[Tensor]]:
     """Return the leaves of large parameters, by position."""
-    pairs = zip(call.positions, call.blocks.positions, strict=True)
-    return [own.shards.of(at.weights.large) for own, at in pairs]
+    return [at.shards.of(at.weights.large) for at in call.positions]
 
 
 def _to_send(
     call: ScanCall, leaves: Sequence[Sequence[Tensor]], after: Sequence[Tensor]
 ) -> list[list[Tensor]]:
     """Return stacks of large parameters, by position."""
-    parts = zip(call.positions, call.blocks.positions, leaves, strict=True)
-    return [own.shards.sent_large(at.weights.large, each, after) for own, at, each in parts]
+    pairs = zip(call.positions, leaves, strict=True)
+    return [at.shards.sent_large(at.weights.large, own, after) for at, own in pairs]
 
 
 def _prefetched(call: ScanCall, inputs: Inputs, position: int, iteration: int) -> list[Tensor]:
     """Gather the prefetched parameters of the block that runs first."""
-    at = call.blocks.positions[position]
+    at = call.positions[position]
     sent = [inputs.blocks[position].sent[each][iteration] for each in at.prefetched_sent]
     return at.weights.gather(at.weights.prefetched, sent)
 
@@ -283,8 +265,7 @@ def _backward(ctx: Any, grad: Tensor, *inner: Tensor | None) -> tuple[Tensor | N
     # Several forwards with the same parameters: autograd adds their gradients, and the optimizer
     # steps with the sum after backward.
     if reduces and len(call.positions) == 1 and call.counter.is_one(ctx.versions):
-        [position], [at] = call.positions, call.blocks.positions
-        steps = loop_steps(position.units, position.shards, at.weights, program)
+        steps = loop_steps(call.positions[0], program)
     loop_inputs = [grad, *first, *zeros, *inputs.xs, *ys, *present(inner), *inputs.constants]
     update = None if steps is None else steps.update
     results = program.loop.run(loop_inputs, seeds[0] if seeds else None, update)
@@ -371,7 +352,7 @@ def _leaf_grads(
     """Return the gradients of the leaves of a position, from reduced ones of large parameters and
     unsharded ones of small parameters, by original; all are unsharded if the loop does not reduce
     gradients."""
-    own, weights = call.positions[position], call.blocks.positions[position].weights
+    own, weights = call.positions[position], call.positions[position].weights
     if reduces:
         sums = weights.sum_replicas({**reduced, **weights.reduce_small(unsharded)})
         return own.shards.finished(sums)

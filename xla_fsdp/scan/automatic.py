@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import current_pass, this_thread
@@ -25,12 +25,12 @@ from xla_fsdp.scan.block_scan import (
     BlockScan,
     Options,
     Pass,
-    Placeholder,
     module_of,
     run_alone,
 )
 from xla_fsdp.scan.checks import find_problems, plan_of
 from xla_fsdp.scan.errors import NoLoopError
+from xla_fsdp.scan.placeholder import Placeholder
 from xla_fsdp.scan.plan import Plan
 from xla_fsdp.scan.tracing import BlockTrace, Template, trace_block
 from xla_fsdp.xla import ops
@@ -65,9 +65,6 @@ class AutomaticScan(BlockScan):
         self.why = ""
         self._is_off = False
         self._draws = False
-        # Of the tensors that the blocks of a pass are given, with the values that they had.
-        self._versions: list[int] = []
-        self._values: list[Tensor] = []
 
     def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the call of one block: return a placeholder, or the output."""
@@ -84,7 +81,6 @@ class AutomaticScan(BlockScan):
             return unit.run(forward, args, kwargs)
         before, why = self._pass, ""
         try:
-            self._check_versions()
             result = super().run(unit, forward, args, kwargs)
         except Exception as error:  # if it is the user's, it is raised again below
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -103,8 +99,6 @@ class AutomaticScan(BlockScan):
             waiting.remove(self)
         if self._pass is not None:
             waiting.append(self)
-            self._values += [each.clone() for each in _given(self._pass)[len(self._values) :]]
-            self._versions = _versions_in(self._pass)
 
     def finish(self) -> None:
         """Run the blocks that were called and have not run, as the forward ends."""
@@ -120,25 +114,18 @@ class AutomaticScan(BlockScan):
     def _may_loop(self) -> bool:
         trains = torch.is_grad_enabled()
         # In training without gradients somebody may recompute: then with the same random numbers.
-        evaluates = not trains and not any(module.training for module in self._modules())
+        blocks = [block for reference in self._blocks if (block := reference()) is not None]
+        evaluates = not trains and not any(block.training for block in blocks)
         is_inside = bool(this_thread.units) and current_pass() == -1 and not in_region()
         return is_inside and (evaluates or (trains and not self._is_off))
 
-    def _modules(self) -> Iterator[nn.Module]:
-        yield from (each for reference in self._blocks if (each := reference()) is not None)
-
     def _begin(self, blocks: list[Any], given: Arguments) -> Pass:
-        self._values = []
         if problem := next(_problems_now(blocks), None):
             raise NoLoopError(problem)
         return super()._begin(blocks, given)
 
-    def _check_versions(self) -> None:
-        if self._pass is not None and self._versions != _versions_in(self._pass):
-            raise NoLoopError("what its blocks are given is changed in place between them")
-
-    def _trace(self, template: Template) -> BlockTrace:
-        trace = trace_block(template, undo=True)
+    def _trace(self, template: Template, *, trains: bool) -> BlockTrace:
+        trace = trace_block(template, trains=trains, undo=True)
         self._draws |= trace.body.draws_random_numbers
         return trace
 
@@ -151,12 +138,12 @@ class AutomaticScan(BlockScan):
         last, current.last = current.last, None
         result = super()._run_all(current)
         if last is not None:
-            last.is_late, last.late = True, current
+            last.late = current
         self.why = "" if torch.is_grad_enabled() else self.why
         return result
 
     def _one_by_one(self, current: Pass, plan: Plan, x: Tensor, others: Sequence[Tensor]) -> Tensor:
-        again = replace(current, others=list(others))
+        again = replace(current, given=[x, *others])
         with regions_run_once():  # this recomputes already
             for number in range(plan.first, plan.stop):
                 x = run_alone(again, number, x)
@@ -175,19 +162,14 @@ class AutomaticScan(BlockScan):
 
     def _run_called(self) -> None:
         current, self._pass = self._pass, None
-        if current is None:
-            return
-        for at, (each, version) in enumerate(zip(_given(current), self._versions, strict=False)):
-            if _version(each) != version:
-                current.give(at, self._values[at])
-        self._values = []
-        with current.around.restored():
-            current.run_called()
+        if current is not None:
+            with current.around.restored():
+                current.run_called()
 
     def _compute(self, placeholder: Placeholder) -> None:
         """Compute an output that is used before the last block is called, or after it."""
-        current = placeholder.late if placeholder.is_late else self._pass
-        if current is None or (placeholder.is_late and self._draws):
+        current, is_late = placeholder.late or self._pass, placeholder.late is not None
+        if current is None or (is_late and self._draws):
             return  # the placeholder raises
         # Off in the forward of an autograd.Function, and in inference mode, which has no graph.
         if not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled():
@@ -195,8 +177,7 @@ class AutomaticScan(BlockScan):
                 f"an autograd.Function was called with the output of block {placeholder.block} "
                 f"before the last block was called, and would not see how it was computed. {ADVICE}"
             )
-        if placeholder.is_late:
-            self._pass = current
+        self._pass = current
         self._give_up(f"the forward uses the output of block {placeholder.block}")
 
 
@@ -216,19 +197,6 @@ def scan_where_possible(blocks: Sequence[Any], fewest: int = 2) -> AutomaticScan
 def why_one_by_one(blocks: Sequence[Any]) -> str:
     """Return why units with an ``AutomaticScan`` run one by one; "" if they do not."""
     return blocks[0]._fsdp_module_state.forward_override.why or next(_problems_now(blocks), "")
-
-
-def _given(current: Pass) -> list[Tensor]:
-    """Return the tensors that the blocks of a pass are given: the first one's input, and others."""
-    return [current.given.tensors[0], *current.others]
-
-
-def _versions_in(current: Pass) -> list[int]:
-    return list(map(_version, _given(current)))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _problems_now(blocks: Sequence[Any]) -> Iterator[str]:

@@ -11,13 +11,14 @@ import contextlib
 import enum
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from xla_fsdp.fsdp.engine.inputs import version_of
 from xla_fsdp.fsdp.engine.module_state import is_wrapper
 from xla_fsdp.scan.errors import NoLoopError
 
@@ -80,19 +81,6 @@ class Arguments:
             return tensors[leaf.number] if isinstance(leaf, Slot) else leaf
 
         return _map_leaves(visit, self.form, "")
-
-    def first_difference(self, other: Arguments) -> str | None:
-        """Describe the first difference, except of the first tensor; None if there is none."""
-        if self.names != other.names:
-            own, found = (", ".join(each.names) or "none" for each in (self, other))
-            return f"its tensors are {found}, not {own}"
-        for name, mine, theirs in zip(self.names, self.tensors, other.tensors, strict=True):
-            if mine is not theirs and name != self.names[0]:
-                return f"its {name} is another tensor"
-        for (_, value), (name, its) in zip(self.plain, other.plain, strict=False):
-            if value != its:
-                return f"its {name} is {its!r}, not {value!r}"
-        return None if len(self.plain) == len(other.plain) else "it has other arguments"
 
 
 def _map_leaves(visit: Callable[[Any, str], Any], tree: Any, name: str) -> Any:
@@ -175,7 +163,7 @@ class BlockState:
 
     @contextlib.contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Replace the tensors of the block inside.
+        """Replace the tensors of the block inside; then give it all attributes back.
 
         Raises:
             NoLoopError: if the block itself assigns a tensor, or changes a number, inside.
@@ -186,27 +174,24 @@ class BlockState:
         given = [dict(holder) for _, holder in self._holders]
         try:
             yield
-            if assigned := [_join(prefix, key) for prefix, _, key, _ in self._assigned(given)]:
+            if assigned := self._assigned(given):
                 raise NoLoopError(
                     f"a scanned block assigns a tensor or a number to its {', '.join(assigned)}; "
                     f"it would be lost, as blocks run as one loop. Return it as a part of what "
                     f"goes from block to block, or do not scan these blocks"
                 )
         finally:
-            for _, holder, key, at in list(self._assigned(original)):
-                if key in original[at]:
-                    holder[key] = original[at][key]
-                else:
+            for (_, holder), items in zip(self._holders, original, strict=True):
+                for key in holder.keys() - items.keys():
                     del holder[key]
+                holder.update(items)
 
-    def _assigned(
-        self, before: Sequence[dict[str, Any]]
-    ) -> Iterator[tuple[str, dict[str, Any], str, int]]:
-        """Yield (module name, holder, key, index of the holder) of each tensor that was assigned,
-        replaced or deleted, and each number that is another one, since the holders had the items
-        ``before``."""
-        for at, ((prefix, holder), items) in enumerate(zip(self._holders, before, strict=True)):
-            for key in [*items, *(key for key in holder if key not in items)]:
+    def _assigned(self, before: Sequence[dict[str, Any]]) -> list[str]:
+        """Return the names of tensors that were assigned, replaced or deleted, and of numbers that
+        are others, since the holders had the items ``before``."""
+        found: list[str] = []
+        for (prefix, holder), items in zip(self._holders, before, strict=True):
+            for key in {**items, **holder}:
                 then, now = items.get(key), holder.get(key)
                 if then is not now and (
                     isinstance(then, Tensor)
@@ -214,7 +199,8 @@ class BlockState:
                     # What is None at first may be a size that the block remembers.
                     or ({type(then), type(now)} <= {int, float} and then != now)
                 ):
-                    yield prefix, holder, key, at
+                    found.append(_join(prefix, key))
+        return found
 
 
 def _has_hooks(module: nn.Module, *, is_block: bool) -> bool:
@@ -276,25 +262,18 @@ def settings_of(states: Sequence[BlockState]) -> Any:
 
 
 def _plain_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, PLAIN):
-        yield name, value
-    elif isinstance(value, dict | list | tuple):
-        for key, each in _items(value):
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in items:
             yield from _plain_values(_join(name, str(key)), each)
-    elif isinstance(value, set | frozenset) and _is_plain(list(value)):
-        yield name, frozenset(value)
+    elif _is_plain(value):
+        yield name, frozenset(value) if isinstance(value, set) else value
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple):
-        return all(_is_plain(each) for _, each in _items(value))
-    return isinstance(value, PLAIN) or (
-        isinstance(value, set | frozenset) and _is_plain(list(value))
-    )
-
-
-def _items(value: dict[Any, Any] | Sequence[Any]) -> Iterable[tuple[Any, Any]]:
-    return value.items() if isinstance(value, dict) else enumerate(value)
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, PLAIN)
 
 
 MAX_COMPARISONS = 4
@@ -315,24 +294,15 @@ class SharedTensors:
         Values are compared if tensors are new or were changed in place, at most
         ``MAX_COMPARISONS`` times; after that, tensors only count if they are the same object.
         """
-        now = [(each, _version(each)) for state in states for each in state.tensors]
-        if not _same_tensors(now, self._seen):
+        now = [(each, version_of(each)) for state in states for each in state.tensors]
+        ids = [[(id(each), version) for each, version in held] for held in (now, self._seen)]
+        if ids[0] != ids[1]:
             by_number = enumerate(zip(*(state.tensors for state in states), strict=True))
             equal = _all_equal if self._left else _all_same
             self._shared = frozenset(at for at, (first, *rest) in by_number if equal(first, rest))
             self._seen = now
             self._left = max(0, self._left - 1)
         return self._shared
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _same_tensors(a: Sequence[tuple[Tensor, int]], b: Sequence[tuple[Tensor, int]]) -> bool:
-    return len(a) == len(b) and all(
-        x is y and version == seen for (x, version), (y, seen) in zip(a, b, strict=True)
-    )
 
 
 def _all_same(first: Tensor, rest: Sequence[Tensor]) -> bool:

@@ -1,9 +1,9 @@
-"""Checks of blocks before they run as a loop, or are stacked. ``tracing.BlockComparison`` checks
-later, in their first call, whether they compute the same."""
+"""Checks of blocks before they run as a loop, or are stacked. ``tracing.kinds_of`` compares later
+what they compute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from xla_fsdp.fsdp.engine.autograd import on_device
@@ -37,9 +37,10 @@ def find_problems(blocks: Sequence[Any], plan: Plan | None, *, stacked: bool) ->
         return ["a block appears twice; a loop wants each once"]
     if plan is None:
         problems = [each for at, block in enumerate(blocks) for each in _problems_of(at, block)]
-        return problems or _difference_problems(blocks)
+        every = range(len(blocks))
+        return problems or [f"{e}. {ADVICE}" for e in _differences(blocks, every, _described)][:1]
     problems = [each for at in plan.numbers for each in _problems_of(at, blocks[at])]
-    problems += _option_problems(blocks, plan.numbers)
+    problems += _differences(blocks, plan.numbers, _options_of)
     for position in range(plan.period):
         units = [blocks[at]._fsdp_unit for at in plan.numbers_at(position)]
         problems += _stack_order_problems(units)
@@ -90,28 +91,19 @@ def _problems_of(at: int, block: Any) -> Iterator[str]:
 # ---------------------------------------------------------------- differences
 
 
-def _difference_problems(blocks: Sequence[Any]) -> list[str]:
-    for at, block in enumerate(blocks):
-        if difference := _difference(blocks[0], block):
-            return [f"block {at} differs from block 0: {difference}. {ADVICE}"]
-    return []
-
-
-def _difference(first: Any, other: Any) -> str | None:
-    ours, theirs = _described(first), _described(other)
-    for (what, mine), (_, its) in zip(ours, theirs, strict=False):
-        if mine != its:
-            return f"{what} {its}, not {mine}"
-    return None if len(ours) == len(theirs) else "it has other parameters or buffers"
-
-
-def _option_problems(blocks: Sequence[Any], numbers: Sequence[int]) -> Iterator[str]:
-    """Yield which blocks of a loop have other options or ranks than the first of them."""
-    first = _options_of(blocks[numbers[0]])
+def _differences(
+    blocks: Sequence[Any], numbers: Sequence[int], describe: Callable[[Any], list[tuple[str, Any]]]
+) -> Iterator[str]:
+    """Yield how blocks with these numbers differ from the first of them."""
+    ours = describe(blocks[numbers[0]])
     for number in numbers:
-        for (what, mine), (_, its) in zip(first, _options_of(blocks[number]), strict=True):
-            if mine != its:
-                yield f"block {number} differs from block {numbers[0]}: {what} {its}, not {mine}"
+        theirs = describe(blocks[number])
+        pairs = zip(ours, theirs, strict=False)
+        found = [f"{what} {its}, not {mine}" for (what, mine), (_, its) in pairs if mine != its]
+        if len(ours) != len(theirs):
+            found.append("it has other parameters or buffers")
+        if found:
+            yield f"block {number} differs from block {numbers[0]}: {found[0]}"
 
 
 def _options_of(block: Any) -> list[tuple[str, Any]]:
@@ -148,19 +140,15 @@ def _stack_order_problems(units: Sequence[FSDPState]) -> list[str]:
     if all(part is None for own in parts for part in own):
         return []
     for number, (unit, own) in enumerate(zip(units, parts, strict=True)):
+        place = number, len(units)
+        here = all(part is not None and (part.number, part.length) == place for part in own)
         leaves = zip(unit.group.leaves, units[0].group.leaves, strict=True)
-        here = all(part is not None and part.number == number for part in own)
         if not (here and all(leaf is first for leaf, first in leaves)):
-            return [_other_stack(number, len(units))]
-    lengths = {part.length for own in parts for part in own if part is not None}
-    return [] if lengths <= {len(units)} else [_other_stack(len(units), len(units))]
-
-
-def _other_stack(number: int, length: int) -> str:
-    return (
-        f"block {number} of {length} is not at this place of a stack of {length} blocks; blocks "
-        f"that were stacked together are scanned together, in the same order"
-    )
+            return [
+                f"block {number} of {len(units)} is not at this place of a stack of {len(units)} "
+                f"blocks; blocks that were stacked together are scanned together, in the same order"
+            ]
+    return []
 
 
 def _stacking_problems(units: Sequence[FSDPState]) -> list[str]:

@@ -17,9 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.param_group import CannotSliceError
 from xla_fsdp.fsdp.engine.stacked_params import is_stack
-from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.scan.program import BackwardProgram
-from xla_fsdp.scan.weights import BlockShards, BlockWeights
+from xla_fsdp.scan.program import BackwardProgram, Position
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import StackUpdate, TensorSpec, trace_body
 
@@ -38,15 +36,14 @@ class LoopSteps:
         return list(results[:first])
 
 
-def loop_steps(
-    units: Sequence[FSDPState], shards: BlockShards, weights: BlockWeights, program: BackwardProgram
-) -> LoopSteps | None:
+def loop_steps(position: Position, program: BackwardProgram) -> LoopSteps | None:
     """Return the optimizer steps for the parameters whose gradients the loop reduces; None if the
     optimizer steps after the loop, or not in backward at all. The caller makes sure that no other
     loop of this backward computes gradients of the same blocks."""
-    group, numbers = units[0].group, [number for _, number in program.reduced]
+    group, numbers = position.weights.group, [number for _, number in program.reduced]
+    units = position.units
     is_last = all(unit.settings.is_last_backward and unit.schedule.is_last for unit in units)
-    stacks = shards.of(numbers)
+    stacks = position.shards.of(numbers)
     if group.stepper is None or not numbers or not all(map(is_stack, stacks)):
         return None
     if not is_last or group.replicas.num_shards > 1:  # replicas are summed after the loop
@@ -54,7 +51,7 @@ def loop_steps(
     if not all(map(_gets_gradient, stacks)):  # as in backward(inputs=...) of other tensors
         return None
     steps = group.stepper.slice_steps(stacks)
-    return None if steps is None else _trace(steps, shards, weights, program, numbers)
+    return None if steps is None else _trace(steps, position, program, numbers)
 
 
 def _gets_gradient(leaf: Tensor) -> bool:
@@ -66,15 +63,11 @@ def _gets_gradient(leaf: Tensor) -> bool:
 
 
 def _trace(
-    steps: Any,
-    shards: BlockShards,
-    weights: BlockWeights,
-    program: BackwardProgram,
-    numbers: Sequence[int],
+    steps: Any, position: Position, program: BackwardProgram, numbers: Sequence[int]
 ) -> LoopSteps | None:
     # Traced in every backward, as an optimizer's hyperparameters may change. The loop is compiled
     # again only if the traced step differs.
-    counts = [len(kept) for kept in steps.kept]
+    counts, shards = [len(kept) for kept in steps.kept], position.shards
 
     def step(values: list[Tensor]) -> list[Tensor]:
         sums, slices = values[: len(numbers)], values[len(numbers) :]
@@ -92,7 +85,7 @@ def _trace(
         return None
     xs: list[int | None] = []
     for at, kept in zip(numbers, steps.kept, strict=True):
-        sent = weights.large.index(at) if shards.is_sent_as_stored(at) else None
+        sent = position.weights.large.index(at) if shards.is_sent_as_stored(at) else None
         xs += [sent, *[None] * (len(kept) - 1)]
     return LoopSteps(StackUpdate(body, len(numbers), tuple(stacks), tuple(xs)), steps)
 

@@ -41,12 +41,6 @@ class Plan:
         """Return the numbers of the blocks that run at ``position`` of an iteration."""
         return range(self.first + position, self.stop, self.period)
 
-    def __str__(self) -> str:
-        ends = [(self.first, "before"), (self.length - self.stop, "after")]
-        beside = [f"{count} {where} the loop" for count, where in ends if count]
-        loop = f"{self.times} iterations of {self.period}"
-        return ", ".join([loop, *beside])
-
 
 def find_plan(kinds: Sequence[Hashable]) -> Plan | None:
     """Return the plan with the smallest program for blocks of these kinds, of which equal ones

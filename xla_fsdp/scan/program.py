@@ -24,21 +24,18 @@ a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
+from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import current_pass, scope
 from xla_fsdp.nn.experts.late_products import LateProducts, computing_late
-from xla_fsdp.nn.remat_policy import ActivationStore, Recorded, RematPolicy, Replay, is_replaced
-from xla_fsdp.scan.errors import NoLoopError
-from xla_fsdp.scan.tracing import Template, body_difference, split
-from xla_fsdp.scan.weights import BlockWeights
+from xla_fsdp.nn.remat_policy import ActivationStore, Recorded, RematPolicy, Replay
+from xla_fsdp.scan.tracing import Template, split
+from xla_fsdp.scan.weights import BlockShards, BlockWeights
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import Loop, TensorSpec, cast_in_loop, graph_hash, trace_body, use_seed
 
@@ -83,11 +80,15 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Position:
-    """The blocks that run at one position of an iteration."""
+    """The blocks that run at one position of an iteration, in one forward."""
 
     template: Template  # the block that is traced
     weights: BlockWeights
     others: tuple[int, ...]  # which of all other arguments it takes, in order
+    units: list[FSDPState]  # one per iteration
+    shards: BlockShards
+    own: list[Tensor]  # stacks [length, ...] of the tensors and numbers that differ between blocks
+    shared: list[Tensor]  # tensors that all blocks hold
 
     @property
     def prefetched(self) -> list[TensorSpec]:
@@ -121,9 +122,8 @@ class Position:
 
     def as_leaves(self, params: list[Tensor]) -> list[Tensor]:
         """Copy parameters to new autograd leaves; frozen ones need no gradient."""
-        pairs = zip(self.weights.group.params, self.template.trained, strict=True)
-        needs = [need for param, need in pairs for _ in param.originals]
-        return [each.clone().requires_grad_(need) for each, need in zip(params, needs, strict=True)]
+        pairs = zip(params, self.template.trained, strict=True)
+        return [each.clone().requires_grad_(need) for each, need in pairs]
 
 
 @dataclass(frozen=True)
@@ -134,15 +134,6 @@ class Blocks:
     length: int  # number of iterations
     policy: RematPolicy
     store: ActivationStore
-    template_of: Callable[[int, int], Template]  # of a position and an iteration
-
-    def of_iteration(self, iteration: int) -> Blocks:
-        """Return the same with the blocks of another iteration as templates."""
-        positions = [
-            replace(each, template=self.template_of(at, iteration))
-            for at, each in enumerate(self.positions)
-        ]
-        return replace(self, positions=positions)
 
     def prefetched_xs(self, inputs: Inputs, position: int) -> list[int]:
         """Indices of the xs that are sent one iteration early if it begins at ``position``."""
@@ -242,28 +233,18 @@ def backward_program(
     *,
     reduces: bool,
 ) -> BackwardProgram:
-    """Trace an iteration of the backward loop.
+    """Trace an iteration of the backward loop, after a forward loop that has returned ``ys``.
 
-    Raises:
-        NoLoopError: if blocks have other gradients than those at the same position of the first
-            iteration, though they compute the same.
-
-    Args:
-        blocks: the blocks.
-        inputs: of both loops.
-        forward: the forward loop.
-        ys: what it has returned.
-        needs: which of the other arguments need gradients.
-        collected: by position, whether the inputs of its blocks have gradients of their own.
-        reduces: whether the loop reduces gradients of large parameters over the ranks.
+    ``needs`` says which of the other arguments need gradients, ``collected`` at which positions the
+    inputs of blocks have gradients of their own, ``reduces`` whether the loop reduces gradients of
+    large parameters over the ranks.
     """
     result: dict[str, list[tuple[int, int]]] = {}
-    nodes: list[Any] = []  # of autograd, of the outputs
     last, store = len(blocks.positions) - 1, blocks.store
     prefetched, stored = blocks.positions[last].prefetched, store.carry_specs(ys)
     wanted = {at: n for n, at in enumerate(at for at, need in enumerate(needs) if need)}
 
-    def body(blocks: Blocks, values: list[Tensor]) -> list[Tensor]:
+    def body(values: list[Tensor]) -> list[Tensor]:
         sizes = [1, len(prefetched), len(stored), len(wanted)]
         [grad], following, fetched, sums, rest = split(values, sizes)
         own, further = inputs.sliced(rest)
@@ -281,10 +262,9 @@ def backward_program(
             late = LateProducts({n: leaves[n] for n in weights.reduced_in_pieces(large)})
             _seed_own_numbers(blocks, at)
             with scope(weights.name, "backward"), computing_late(late):
-                grad, grads, other_grads, node = _differentiate(
+                grad, grads, other_grads = _differentiate(
                     position, forward.replays[at], own, at, x, leaves, saved, needs, grad
                 )
-            nodes.append(node)
             if collected[at]:
                 grad = grad + next(of_inputs)
             asked = [wanted[each] for each in position.others if needs[each]]
@@ -303,13 +283,7 @@ def backward_program(
     inner = [each for each, found in zip(forward.block_inputs(ys), collected, strict=True) if found]
     further = [*ys, *inner]
     specs = _specs(carry, inputs, further)
-    traced = trace_body(partial(body, blocks), specs, "fsdp_block_backward")
-    if any(map(runs_python, nodes)):  # what that computes, the forward does not show
-        for iteration in range(1, blocks.length):
-            other = partial(body, blocks.of_iteration(iteration))
-            its = trace_body(other, specs, "fsdp_block_backward")
-            if difference := body_difference(traced, its):
-                raise NoLoopError(_gradient_problem(blocks, iteration, difference))
+    traced = trace_body(body, specs, "fsdp_block_backward")
     loop = Loop(
         traced,
         blocks.length,
@@ -331,30 +305,6 @@ def _seed_own_numbers(blocks: Blocks, at: int) -> None:
         use_seed(1 + at)
 
 
-def runs_python(node: Any) -> bool:
-    """Return whether the graph behind a node of autograd has a user's own function."""
-    seen, waiting = set(), [node]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction) and not is_replaced(node):
-            return True
-        waiting += (each for each, _ in node.next_functions)
-    return False
-
-
-def _gradient_problem(blocks: Blocks, iteration: int, difference: str) -> str:
-    count = len(blocks.positions)
-    return (
-        f"blocks {iteration * count} to {iteration * count + count - 1} of a loop have other "
-        f"gradients than the first {count}: {difference}. A torch.autograd.Function in them "
-        f"computes with numbers of its block in backward; hand it tensors, or do not scan these "
-        f"blocks"
-    )
-
-
 def _differentiate(
     position: Position,
     replay: Replay,
@@ -365,14 +315,10 @@ def _differentiate(
     saved: list[Tensor],
     needs: Sequence[bool],
     grad: Tensor,
-) -> tuple[Tensor, dict[int, Tensor], list[Tensor | None], Any]:
+) -> tuple[Tensor, dict[int, Tensor], list[Tensor | None]]:
     """Recompute the block at position ``at`` with unsharded ``params``, leaves of autograd, and
-    ``saved`` activations; differentiate it.
-
-    Returns:
-        The gradients of x, of the parameters by original, and of its other arguments that need one;
-        and autograd's node of the output.
-    """
+    ``saved`` activations; return the gradients of x, of the parameters by original, and of its
+    other arguments that need one."""
     own, others = inputs.blocks[at], [inputs.others[each] for each in position.others]
     need = [needs[each] for each in position.others]
     with torch.enable_grad():
@@ -384,13 +330,12 @@ def _differentiate(
         trained = {at: each for at, each in enumerate(params) if each.requires_grad}
         asked = [each for each, wanted in zip(others, need, strict=True) if wanted]
         leaves = [x, *trained.values(), *asked]
-        node = y.grad_fn
         with position.template.unit.computing_with(params):  # for hooks that read the parameters
             found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
     grad_x = torch.zeros_like(x) if found[0] is None else found[0]
     by_original = zip(trained, found[1:], strict=False)
     grads = {original: each for original, each in by_original if each is not None}
-    return grad_x, grads, list(found[1 + len(trained) :]), node
+    return grad_x, grads, list(found[1 + len(trained) :])
 
 
 def _gathered(
@@ -405,12 +350,9 @@ def _gathered(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gather the large parameters of the block at position ``at``, and prefetch for the next one,
     at ``next_at`` of this or the next iteration; ``in_turn``, start each gather after the one
-    before it has finished, the prefetch last. ``varying`` is as for ``cast_in_loop``,
-    and there when an iteration begins, so that no gather waits for a block.
-
-    Returns:
-        All unsharded originals of this block, and the prefetched ones of the next block.
-    """
+    before it has finished, the prefetch last. ``varying`` is as for ``cast_in_loop``, and there
+    when an iteration begins, so that no gather waits for a block. Return all unsharded originals of
+    this block, and the prefetched ones of the next block."""
     own, weights = inputs.blocks[at], blocks.positions[at].weights
     sent = dict(zip(weights.large, own.sent, strict=True))
     runs = weights.turns() if in_turn else [weights.gathered_late]

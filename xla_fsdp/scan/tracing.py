@@ -11,12 +11,9 @@ import pickle
 import random
 import sys
 import threading
-import time
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -25,10 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.fsdp.engine.autograd import present
-from xla_fsdp.fsdp.engine.param_guards import name_of
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.activation_checkpoint import regions_run_once, undoing_changes
 from xla_fsdp.scan.block_inputs import Arguments, BlockState, forward_hooks_apart
@@ -40,22 +35,25 @@ from xla_fsdp.xla.loop import Body, ChangedInPlaceError, TensorSpec, trace_body
 
 T = TypeVar("T")
 
-PATIENCE = 5.0
-"""Seconds in which autograd's threads drop what they have computed with, also on a busy machine."""
-
 
 @dataclass(frozen=True)
-class Template:
-    """A block to trace."""
+class Block:
+    """A block at the beginning of a pass."""
 
     unit: FSDPState
     module: nn.Module  # without the FSDP wrapper
-    forward: Callable[..., Any]
     state: BlockState
     shared: frozenset[int]  # indices of the tensors in ``state`` that all blocks share
+    trained: tuple[bool, ...]  # by original parameter: whether it needs a gradient in any block
+
+
+@dataclass(frozen=True)
+class Template(Block):
+    """A block with its call, to be traced."""
+
+    forward: Callable[..., Any]
     arguments: Arguments  # of the call, without tensors
     specs: tuple[TensorSpec, ...]  # of the arguments' tensors
-    trained: tuple[bool, ...]  # by parameter: whether it needs a gradient in any block
     # (index, dtype) of the numbers that are inputs of the loop
     numbers: tuple[tuple[int, torch.dtype], ...] = ()
 
@@ -66,21 +64,12 @@ class Template:
         given: Sequence[Tensor],
         numbers: Sequence[Tensor] = (),
     ) -> tuple[Returned, Tensor, list[Number]]:
-        """Run the forward of the block.
-
-        Args:
-            params: unsharded parameters, by original.
-            tensors: replace the tensors in ``state``.
-            given: tensors of the arguments.
-            numbers: tensors without dims that replace ``self.numbers``.
+        """Run the forward of the block with unsharded ``params``, by original, with ``tensors`` in
+        place of those in ``state``, with the arguments' tensors that are ``given``, and with
+        ``numbers``, tensors without dims, for ``self.numbers``.
 
         Returns:
             The form of the output, its only new tensor, and the numbers that the block used.
-
-        Raises:
-            NoLoopError: if the output is not one tensor like the first argument, besides other
-                arguments and plain values; or if the forward changes a container among the
-                arguments.
         """
         args, kwargs = self.arguments.put_together(given)
         indices = [at for at, _ in self.numbers]
@@ -98,14 +87,12 @@ class Template:
 
 
 def _refuse_changed(given: Arguments, now: Arguments) -> None:
-    difference = given.first_difference(now)
-    if difference is None and now.tensors[0] is not given.tensors[0]:
-        difference = f"its {given.names[0]} is another tensor"
-    if difference:
+    pairs = zip(given.tensors, now.tensors, strict=False)
+    if given.key != now.key or any(mine is not its for mine, its in pairs):
         raise NoLoopError(
-            f"a scanned block changes a container that it is given (then {difference}); the change "
-            f"would be lost, as blocks run as one loop. Compute new tensors and return one, or do "
-            f"not scan these blocks"
+            f"a scanned block changes a container that it is given (its tensors are then "
+            f"{', '.join(now.names)}); the change would be lost, as blocks run as one loop. "
+            f"Compute new tensors and return one, or do not scan these blocks"
         )
 
 
@@ -118,15 +105,8 @@ class Returned:
 
     @classmethod
     def of(cls, output: Arguments, given: Sequence[Tensor]) -> tuple[Returned, Tensor]:
-        """Return the form of ``output``, and its new tensor.
-
-        Args:
-            output: of a block.
-            given: tensors of the arguments; the new tensor is like the first.
-
-        Raises:
-            NoLoopError: if there is not exactly one new tensor, or it has another shape or dtype.
-        """
+        """Return the form of a block's output, and its new tensor, which is like the first of the
+        arguments' tensors."""
         others = {id(each): at for at, each in enumerate(given) if at > 0}
         sources = tuple(others.get(id(each), 0) for each in output.tensors)
         if sources.count(0) != 1 or output.opaque:
@@ -161,22 +141,17 @@ class BlockTrace:
     returned: Returned
     numbers: tuple[Number, ...]  # that it hands to operations
     state: BlockState  # without tensors
-    gradient: GradientTrace | None = None  # None if the forward tells what it is
-
-
-@dataclass(frozen=True)
-class GradientTrace:
-    """The gradients of a block."""
-
-    body: Body  # maps what the forward takes, and the output's gradient, to output and gradients
+    # Maps what ``body`` takes, and the output's gradient, to output and gradients.
+    gradient: Body | None  # None if nothing is trained
     reached: tuple[bool, ...]  # which arguments and parameters have a gradient
 
 
-def trace_block(template: Template, *, undo: bool = False) -> BlockTrace:
-    """Trace a block's forward.
+def trace_block(template: Template, *, trains: bool, undo: bool = False) -> BlockTrace:
+    """Trace a block's forward and backward.
 
     Args:
         template: the block and its call.
+        trains: whether there is a backward.
         undo: undo what it does to containers and objects that its modules hold.
 
     Raises:
@@ -187,28 +162,54 @@ def trace_block(template: Template, *, undo: bool = False) -> BlockTrace:
     """
     group = template.unit.group
     params = [(param, original) for param in group.params for original in param.originals]
-    parts = _specs_of(template)
+    # What ``Template.run`` takes.
+    parts = [
+        list(template.specs),
+        [
+            TensorSpec(tuple(original.shape), param.compute_dtype or param.leaf.dtype)
+            for param, original in params
+        ],
+        list(map(TensorSpec.of, template.state.tensors)),
+        [TensorSpec((), dtype) for _, dtype in template.numbers],
+    ]
     names = [
         *template.arguments.names,
         *(f"parameter {original.names[0]}" for _, original in params),
         *(f"buffer {name}" for name in template.state.names),
     ]
     result: list[tuple[Returned, list[Number]]] = []
-    made, calls = MadeTensors(), GraphCalls()
+    reached: list[bool] = []
 
-    def body(values: list[Tensor]) -> list[Tensor]:
+    def forward(values: list[Tensor]) -> list[Tensor]:
         given, unsharded, tensors, numbers, _ = split(values, list(map(len, parts)))
-        made.add(values)
-        with made, calls:
-            returned, output, used = template.run(unsharded, tensors, given, numbers)
+        returned, output, used = template.run(unsharded, tensors, given, numbers)
         result.append((returned, used))
         return [output]
+
+    def backward(values: list[Tensor]) -> list[Tensor]:
+        given, unsharded, tensors, numbers, [grad] = split(values, list(map(len, parts)))
+        with torch.enable_grad():
+            given = [_as_leaf(each, each.is_floating_point()) for each in given]
+            unsharded = list(map(_as_leaf, unsharded, template.trained))
+            leaves = [each for each in (*given, *unsharded) if each.requires_grad]
+            _, output, _ = template.run(unsharded, tensors, given, numbers)
+            found: Sequence[Tensor | None] = [None] * len(leaves)
+            if output.requires_grad:
+                with template.unit.computing_with(unsharded):  # for hooks that read the parameters
+                    found = torch.autograd.grad(output, leaves, grad, allow_unused=True)
+        reached[:] = [each is not None for each in found]
+        return [output.detach(), *present(found)]
 
     specs = [spec for part in parts for spec in part]
     undoing = undoing_changes(template.module) if undo else contextlib.nullcontext(lambda: False)
     try:
         with undoing as changes:
-            traced = refusing_host_draws(lambda: trace_body(body, specs, "fsdp_block"))
+            traced = refusing_host_draws(lambda: trace_body(forward, specs, "fsdp_block"))
+            gradient = None
+            if trains:
+                more = [*specs, template.specs[0]]
+                name = "fsdp_block_gradient"
+                gradient = refusing_host_draws(lambda: trace_body(backward, more, name))
     except ChangedInPlaceError as error:
         changed = ", ".join(names[number] for number in error.numbers)
         raise NoLoopError(
@@ -218,137 +219,20 @@ def trace_block(template: Template, *, undo: bool = False) -> BlockTrace:
         ) from None
     if changes():
         raise NoLoopError("a scanned block changes a list, a dict or an object of its modules")
-    if problem := _captured_problem(traced) or made.problem():
+    if problem := _captured_problem(traced):
         raise NoLoopError(problem)
     returned, used = result[-1]
-    gradient = _trace_gradient(template, parts) if calls.found else None
-    return BlockTrace(traced, returned, tuple(used), template.state.without_tensors(), gradient)
-
-
-def _specs_of(template: Template) -> list[list[TensorSpec]]:
-    """Return what ``Template.run`` takes: arguments, parameters, tensors of the state, numbers."""
-    params = [
-        TensorSpec(tuple(original.shape), param.compute_dtype or param.leaf.dtype)
-        for param in template.unit.group.params
-        for original in param.originals
-    ]
-    held = list(map(TensorSpec.of, template.state.tensors))
-    return [
-        list(template.specs),
-        params,
-        held,
-        [TensorSpec((), dtype) for _, dtype in template.numbers],
-    ]
-
-
-def _trace_gradient(template: Template, parts: Sequence[Sequence[TensorSpec]]) -> GradientTrace:
-    """Trace a block's forward and backward."""
-    trained = [
-        need
-        for param, need in zip(template.unit.group.params, template.trained, strict=True)
-        for _ in param.originals
-    ]
-    reached: list[tuple[bool, ...]] = []
-
-    def body(values: list[Tensor]) -> list[Tensor]:
-        given, unsharded, tensors, numbers, [grad] = split(values, list(map(len, parts)))
-        with torch.enable_grad():
-            given = [_as_leaf(each, each.is_floating_point()) for each in given]
-            unsharded = list(map(_as_leaf, unsharded, trained))
-            leaves = [each for each in (*given, *unsharded) if each.requires_grad]
-            _, output, _ = template.run(unsharded, tensors, given, numbers)
-            found: Sequence[Tensor | None] = [None] * len(leaves)
-            if output.requires_grad:
-                with template.unit.computing_with(unsharded):  # for hooks that read the parameters
-                    found = torch.autograd.grad(output, leaves, grad, allow_unused=True)
-        reached.append(tuple(each is not None for each in found))
-        return [output.detach(), *present(found)]
-
-    specs = [*(spec for part in parts for spec in part), template.specs[0]]
-    traced = refusing_host_draws(lambda: trace_body(body, specs, "fsdp_block_gradient"))
-    return GradientTrace(traced, reached[-1])
+    state = template.state.without_tensors()
+    return BlockTrace(traced, returned, tuple(used), state, gradient, tuple(reached))
 
 
 def _as_leaf(tensor: Tensor, needs_grad: bool) -> Tensor:
     return tensor.clone().requires_grad_(needs_grad)
 
 
-class GraphCalls(TorchFunctionMode):
-    """Notes whether functions are called that ask for autograd's graph, or change it: blocks may
-    then have other gradients, though their forwards compute the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.found |= name_of(func) in _OF_GRAPHS
-        return func(*args, **(kwargs or {}))
-
-
-_OF_GRAPHS = frozenset(
-    {
-        "detach", "detach_", "data", "requires_grad", "requires_grad_", "is_leaf", "grad_fn",
-        "_set_grad_enabled",
-    }
-)  # fmt: skip
-
-
-class MadeTensors(TorchFunctionMode):
-    """Which of the tensors that functions return inside are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._alive: dict[int, tuple[weakref.ref[Tensor], list[int]]] = {}  # with their shapes
-        self._count = 0
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Add tensors that no function returned."""
-        for tensor in tensors:
-            self._count += 1
-            # Not asked later: that would keep the tensor, if only autograd held it.
-            gone = partial(_forget, self._alive, self._count)
-            self._alive[self._count] = weakref.ref(tensor, gone), list(tensor.shape)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
-        self.add(tensor for tensor in tensors_in(result) if id(tensor) not in given)
-        return result
-
-    def problem(self) -> str | None:
-        """Return what to tell the user if one of them is alive after the trace: to read it would
-        end the process, as it has no value outside of the loop."""
-        if self._alive:
-            collect_garbage()
-        # Autograd's threads drop what a gradient was computed from a moment after they hand it out.
-        latest = time.monotonic() + PATIENCE
-        while self._alive and time.monotonic() < latest:
-            time.sleep(0.001)
-        for _, shape in list(self._alive.values())[:1]:
-            return (
-                f"a scanned block leaves a tensor of shape {shape} in a dict, a list or another "
-                f"object; blocks run as one loop, outside of which it has no value. Return it as a "
-                f"part of what goes from block to block, or do not scan these blocks"
-            )
-        return None
-
-
-def _forget(alive: dict[int, Any], number: int, _: weakref.ref[Tensor]) -> None:
-    alive.pop(number, None)
-
-
 def kinds_of(traces: Sequence[BlockTrace], calls: Sequence[Hashable]) -> list[int]:
-    """Number blocks by what they compute: from 0, in order, equal blocks alike.
-
-    Args:
-        traces: of the blocks.
-        calls: by block, what else is equal for equal blocks.
-    """
+    """Number blocks by what they compute: from 0, in order, equal blocks alike. ``calls`` tell what
+    else is equal for equal blocks."""
     firsts: list[int] = []  # the first block of each kind
     kinds: list[int] = []
     for at, (trace, call) in enumerate(zip(traces, calls, strict=True)):
@@ -360,13 +244,14 @@ def kinds_of(traces: Sequence[BlockTrace], calls: Sequence[Hashable]) -> list[in
 
 
 def with_numbers_as_inputs(
-    templates: Sequence[Template], traces: Sequence[BlockTrace], calls: Sequence[Hashable]
+    templates: Sequence[Template],
+    traces: Sequence[BlockTrace],
+    calls: Sequence[Hashable],
+    *,
+    trains: bool,
 ) -> tuple[list[Template], list[BlockTrace]]:
-    """Let numbers be inputs that differ among blocks which hand them to the same operations.
-
-    Returns:
-        The templates with these numbers, and their traces.
-    """
+    """Let numbers be inputs that differ among blocks which hand them to the same operations; return
+    the templates with these numbers, and their traces."""
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for at, (trace, call) in enumerate(zip(traces, calls, strict=True)):
         alike[call, tuple((n.operation, n.dtype) for n in trace.numbers)].append(at)
@@ -376,7 +261,7 @@ def with_numbers_as_inputs(
         differ = tuple((n, each[0].dtype) for n, each in by_index if len(set(each)) > 1)
         for at in group if differ else []:
             found[at] = replace(templates[at], numbers=differ)
-            traced[at] = trace_block(found[at])
+            traced[at] = trace_block(found[at], trains=trains)
     return found, traced
 
 
@@ -391,20 +276,16 @@ def difference_problem(traces: Sequence[BlockTrace], number: int) -> str:
 
 def block_difference(mine: BlockTrace, its: BlockTrace) -> str | None:
     """Say how the second of two blocks differs from the first; None if it does not."""
-    if difference := body_difference(mine.body, its.body):
+    if difference := _body_difference(mine.body, its.body):
         return difference
-    if mine.gradient is None or its.gradient is None:
-        return None if mine.gradient is its.gradient else _OTHER_GRADIENTS
-    same = mine.gradient.reached == its.gradient.reached
-    if not same or body_difference(mine.gradient.body, its.gradient.body):
-        return _OTHER_GRADIENTS
-    return None
+    same = mine.reached == its.reached
+    if same and mine.gradient is not None and its.gradient is not None:
+        same = not _body_difference(mine.gradient, its.gradient)
+    others = "it has other gradients (by detach, no_grad or a torch.autograd.Function, say)"
+    return None if same else others
 
 
-_OTHER_GRADIENTS = "it has other gradients (by detach or no_grad, say)"
-
-
-def body_difference(mine: Body, its: Body) -> str | None:
+def _body_difference(mine: Body, its: Body) -> str | None:
     """Say how the second of two traced functions differs from the first; None if it does not."""
     if mine.text != its.text or mine.numbers != its.numbers:
         return "it computes something else"
@@ -551,14 +432,8 @@ def _on_device(value: Any) -> bool:
 
 
 def refusing_host_draws(trace: Callable[[], T]) -> T:
-    """Return ``trace()``.
-
-    If random numbers of Python or numpy were drawn meanwhile, call ``trace`` once more to find out
-    whether it drew them, or another thread (one that loads data, say).
-
-    Raises:
-        NoLoopError: if ``trace`` draws such numbers.
-    """
+    """Return ``trace()``, which may draw no random numbers of Python or numpy. If any were drawn
+    meanwhile, call it once more to find out whether it was another thread (one that loads data)."""
     before, before_numpy = random.getstate(), _numpy_state()
     result = trace()
     if random.getstate() != before and _draws_in_python(trace):

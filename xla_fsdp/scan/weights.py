@@ -11,10 +11,9 @@ Invariant: only the first dim of a stack depends on the number of blocks.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
-from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +26,6 @@ from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
 from xla_fsdp.nn.experts.late_products import Product
 from xla_fsdp.xla import ops
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 TOGETHER = 2**22
 """Elements of gradients that a loop may reduce together. A ring cannot start before the last of
 its gradients: that of a block's first matrix, if all share one."""
@@ -41,18 +37,6 @@ MOST_PIECES = 4
 
 IN_FLIGHT = 3
 """Pieces that are there at a time: with two, rings of the first are waited for."""
-
-
-def _of_all_blocks(method: Callable[P, T]) -> Callable[P, T]:
-    """Let a method of ``BlockWeights`` tell of all blocks what the group of the first one does."""
-
-    @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        weights: Any = args[0]
-        with weights.group.log.of(weights.name):
-            return method(*args, **kwargs)
-
-    return run
 
 
 class BlockWeights:
@@ -103,7 +87,6 @@ class BlockWeights:
         first, others = late[:2], late[2:]
         return [[at] for at in (*sorted(first, key=self._numel, reverse=True), *others)]
 
-    @_of_all_blocks
     def gather(
         self,
         params: Sequence[int],
@@ -117,14 +100,14 @@ class BlockWeights:
             cast(shaped(each, param.packing.sent_shape), param.compute_dtype or each.dtype)
             for param, each in pairs
         ]
-        return self.group.gather.unshard_sent(self._params(params), ready)
+        with self._of_all_blocks():
+            return self.group.gather.unshard_sent(self._params(params), ready)
 
     def reduced_in_pieces(self, params: Sequence[int]) -> list[int]:
         """Return the originals of those parameters whose gradients ``reduce`` takes as products:
         stacks of large matrices, sharded by rows of these, which any columns of can be reduced."""
         return self.originals([at for at in params if _num_pieces(self.group.params[at])])
 
-    @_of_all_blocks
     def reduce(
         self,
         params: Sequence[int],
@@ -141,10 +124,11 @@ class BlockWeights:
         """
         reduction = self.group.reduction
         found: dict[int, Tensor] = {}
-        for run in self._runs(params):
-            found.update(reduction.unpack(reduction.scatter(grads, run, self._rings)))
-        for at, total in self._reduce_products(products).items():
-            found[at] = found[at] + total if at in found else total
+        with self._of_all_blocks():
+            for run in self._runs(params):
+                found.update(reduction.unpack(reduction.scatter(grads, run, self._rings)))
+            for at, total in self._reduce_products(products).items():
+                found[at] = found[at] + total if at in found else total
         return found
 
     def _reduce_products(self, products: Mapping[int, Sequence[Product]]) -> dict[int, Tensor]:
@@ -187,11 +171,10 @@ class BlockWeights:
             runs[-1].append(at)
         return runs
 
-    @_of_all_blocks
     def gather_small(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """All-gather the small parameters of all blocks from stacks of sent tensors; return their
         originals, [length, *shape] each."""
-        with torch.no_grad():
+        with torch.no_grad(), self._of_all_blocks():
             sent = [stack.reshape(-1) for stack in stacks]
             gathered = self.group.gather.gather_tensors(sent, self._params(self.small))
             triples = zip(self._params(self.small), gathered, stacks, strict=True)
@@ -201,7 +184,6 @@ class BlockWeights:
                 for original in _unpack(param, _swap(stack, len(stack), len(own)))
             ]
 
-    @_of_all_blocks
     def reduce_small(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Reduce-scatter gradients of small parameters, [length, *shape] by original; return the
         sums, [length, shard size] by parameter."""
@@ -216,16 +198,21 @@ class BlockWeights:
             for stack, param in zip(packed.values(), params, strict=True)
             for ranks in [param.packing.layout.num_shards]
         ]
-        sums = self.group.reduction.scatter_tensors(sent, params=params)
+        with self._of_all_blocks():
+            sums = self.group.reduction.scatter_tensors(sent, params=params)
         pairs = zip(packed.items(), sums, strict=True)
         return {at: each.reshape(len(stack), -1) for (at, stack), each in pairs}
 
-    @_of_all_blocks
     def sum_replicas(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
         """All-reduce stacks of gradients, by parameter, over the replicas."""
         flat = {at: stack.reshape(-1) if at in self.small else stack for at, stack in sums.items()}
-        added = self.group.reduction.sum_replicas_of(flat)
+        with self._of_all_blocks():
+            added = self.group.reduction.sum_replicas_of(flat)
         return {at: shaped(added[at], stack.shape) for at, stack in sums.items()}
+
+    def _of_all_blocks(self) -> AbstractContextManager[None]:
+        """Let the log tell inside of all blocks what the group of the first one does."""
+        return self.group.log.of(self.name)
 
     def _numel(self, number: int) -> int:
         return self.group.params[number].packing.layout.numel
@@ -289,15 +276,12 @@ def _unpack(param: FSDPParam, packed: Tensor) -> list[Tensor]:
 def shards_of(groups: Sequence[FSDPParamGroup]) -> BlockShards:
     """Return the shards of blocks with these parameter groups."""
     stacked = any(param.slots.part is not None for param in groups[0].params)
-    return StackedShards(groups) if stacked else SeparateShards(groups)
+    return StackedShards(groups) if stacked else BlockShards(groups)
 
 
-class BlockShards(ABC):
-    """The shards of all blocks, which are the leaves of autograd.
-
-    Args:
-        groups: parameter groups of all blocks.
-    """
+class BlockShards:
+    """The shards of blocks with these parameter groups: the leaves of autograd. Each block has its
+    own; they are stacked in every step."""
 
     def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
         self._groups = groups
@@ -317,46 +301,9 @@ class BlockShards(ABC):
         by_block = [group.leaves for group in self._groups]
         return [leaves[at] for leaves in by_block for at in numbers]
 
-    @abstractmethod
     def sent_small(self, numbers: Sequence[int]) -> list[Tensor]:
-        """Return the sent tensors of small parameters of all blocks, one stack [length, ...] for
-        each parameter.
-
-        Args:
-            numbers: indices of the parameters.
-        """
-
-    @abstractmethod
-    def sent_large(
-        self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return stacks [length, ...] of large parameters, of which each iteration casts and sends
-        one slice.
-
-        Args:
-            numbers: indices of the parameters.
-            leaves: their leaves, as ``of`` returns them.
-            after: tensors to compute before the stacks.
-        """
-
-    def is_sent_as_stored(self, number: int) -> bool:
-        """Whether ``sent_large`` returns the leaf of this parameter itself, for each iteration to
-        cast its slice."""
-        return False
-
-    @abstractmethod
-    def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """Return the gradients of all leaves from stacks of reduced gradients by parameter."""
-
-    @abstractmethod
-    def joined(self, grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-        """Return the gradients of all leaves from the gradients of each block's shards."""
-
-
-class SeparateShards(BlockShards):
-    """Shards of blocks that each have their own; they are stacked in every step."""
-
-    def sent_small(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Return the sent tensors of these small parameters of all blocks, one stack [length, ...]
+        for each parameter."""
         if not numbers:
             return []
         first = self._groups[0]
@@ -369,6 +316,8 @@ class SeparateShards(BlockShards):
     def sent_large(
         self, numbers: Sequence[int], leaves: Sequence[Tensor], after: Sequence[Tensor]
     ) -> list[Tensor]:
+        """Return stacks [length, ...] of these large parameters, whose ``leaves`` are as ``of``
+        returns them, to compute ``after`` other tensors. Each iteration casts and sends a slice."""
         if not numbers:
             return []
         by_block = [leaves[at : at + len(numbers)] for at in range(0, len(leaves), len(numbers))]
@@ -389,7 +338,13 @@ class SeparateShards(BlockShards):
             by_stack = zip(stacks, by_param, strict=True)
             return [stack.reshape(length, *own[0].shape) for stack, own in by_stack]
 
+    def is_sent_as_stored(self, number: int) -> bool:
+        """Whether ``sent_large`` returns the leaf of this parameter itself, for each iteration to
+        cast its slice."""
+        return False
+
     def finished(self, sums: Mapping[int, Tensor]) -> list[Tensor | None]:
+        """Return the gradients of all leaves from stacks of reduced gradients by parameter."""
         params = self._groups[0].params
         slices = {at: _slices(params[at], stack) for at, stack in sums.items()}
         return [
@@ -401,6 +356,7 @@ class SeparateShards(BlockShards):
         ]  # fmt: skip
 
     def joined(self, grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """Return the gradients of all leaves from the gradients of each block's shards."""
         return [grad for of_block in grads for grad in of_block]
 
 

@@ -439,6 +439,21 @@ class Loop:
         return _call(body, inputs, state[len(inputs) : end], seed)
 
 
+def traced_loop(
+    function: Callable[[list[Tensor]], Sequence[Tensor]],
+    name: str,
+    length: int,
+    carry: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    **options: Any,
+) -> Loop:
+    """Trace ``function`` for inputs like these, and return the ``Loop`` over it."""
+    of_slices = map(TensorSpec.slice_of, xs)
+    specs = [*map(TensorSpec.of, carry), *of_slices, *map(TensorSpec.of, constants)]
+    return Loop(trace_body(function, specs, name), length, len(carry), len(xs), **options)
+
+
 def _call(
     body: Body, inputs: Sequence[Any], captured: Sequence[Any], seed: Any = None
 ) -> list[Any]:

@@ -56,13 +56,13 @@ def test_saves_nothing_of_the_size_of_all_scores() -> None:
 def test_masked_chunks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "KEYS_PER_CHUNK", 10)
     rows: list[int] = []
-    plain = chunked._scores
+    plain = chunked.Chunked._scores
 
     def scores(*args: Any) -> Any:
         rows.append(args[-1].stop - args[-1].start)
         return plain(*args)
 
-    monkeypatch.setattr(chunked, "_scores", scores)
+    monkeypatch.setattr(chunked.Chunked, "_scores", scores)
     query, key, value, _ = tensors()
     attention(query, key, value, is_causal=True)
     assert rows == [50, 40, 30, 20, 10]

@@ -259,8 +259,8 @@ def check_attention(ranks: list[dict[str, Any]], method: str, name: str) -> None
 def test_heads_are_exchanged_where_they_suffice(ranks: int, expected: str) -> None:
     axis: Any = SimpleNamespace(size=ranks, method="auto", name="context")
     query, key = torch.empty(1, 4, 6, 8), torch.empty(1, 2, 6, 8)
-    chosen: Any = over_context(axis, CHUNKED, Options(True, 1.0), query, key).forward
-    assert type(chosen.__self__).__name__ == expected
+    chosen = over_context(axis, CHUNKED, Options(True, 1.0), query, key)
+    assert type(chosen).__name__ == expected
 
 
 KERNEL_WAYS = [("ring", "causal_segments"), ("ring", "soft_cap_of_all"), ("ulysses", "all")]
@@ -268,7 +268,7 @@ KERNEL_WAYS = [("ring", "causal_segments"), ("ring", "soft_cap_of_all"), ("ulyss
 
 def by_the_kernel(rank: int) -> dict[tuple[str, str], list[Tensor]]:
     """``attend`` by an interpreter of the TPU's kernel."""
-    kernel = splash.implementation(interpret=True)
+    kernel = splash.Splash(interpret=True)
     api._implementation = lambda *_: kernel  # the process is this test's own
     return attend(rank, KERNEL_WAYS)
 

@@ -44,7 +44,7 @@ def interpreted(rank: int) -> dict[str, list[Tensor]]:
         return value.to(torch_xla.device()) if isinstance(value, Tensor) else value
 
     found = {}
-    kernel = splash.implementation(interpret=True)
+    kernel = splash.Splash(interpret=True)
     with mock.patch.object(api, "_implementation", return_value=kernel):
         for name in INTERPRETED:
             given, options = inputs(name)

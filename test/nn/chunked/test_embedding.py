@@ -910,7 +910,7 @@ def test_what_would_go_wrong_is_refused() -> None:
     assert found["host"] == "nothing was raised"  # an outermost unit moves its inputs
     assert "TypeError: the input of StreamedEmbedding is torch.float32; give" in found["dtype"]
     assert "inside summon_full_params" in found["summoned"]
-    assert "ValueError: the embedding's table has shape (19, 11), not (37, 11)" in found["sharded"]
+    assert "ValueError: the layer's weight has shape (19, 11), not (37, 11)" in found["sharded"]
     assert found["then"] == "True"
 
 

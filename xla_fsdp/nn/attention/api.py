@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.nn.attention import splash
 from xla_fsdp.nn.attention.chunked import CHUNKED
 from xla_fsdp.nn.attention.context import over_context
-from xla_fsdp.nn.attention.options import SEES_NO_KEY, Implementation, Options, Pair
+from xla_fsdp.nn.attention.options import SEES_NO_KEY, Implementation, Options, Pair, Tokens
 from xla_fsdp.nn.remat_policy import checkpoint_name
 from xla_fsdp.xla import ops
 
@@ -64,8 +64,16 @@ def attention(
     """
     query, key, value = _cast_by_autocast(query, key, value)
     segments = _as_pair(segment_ids)
-    if problem := _problem(query, key, value, soft_cap, window, segments, boundaries):
-        raise ValueError(problem)
+    tokens = Tokens(query, key, value, segments)
+    problems = list(_tensor_problems(tokens)) or [
+        *_mask_problems(tokens, window, boundaries),
+        *_segment_problems(tokens, boundaries),
+        *_device_problems(tokens, boundaries),
+    ]
+    if soft_cap is not None and not soft_cap > 0:
+        problems.append(f"soft_cap is {soft_cap}; give a number above 0, or None")
+    if problems:
+        raise ValueError("; ".join(problems))
     context = current_context()
     if boundaries is not None:
         length = key.shape[2]
@@ -103,7 +111,7 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         *ids: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        return chosen.forward(options, query, key, value, _pair(ids))
+        return chosen.forward(options, Tokens(query, key, value, _pair(ids)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -118,8 +126,8 @@ class _Attention(torch.autograd.Function):
     )
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp, *ids = ctx.saved_tensors
-        given = query, key, value, _pair(ids), output, logsumexp, grad
-        grads = ctx.chosen.backward(ctx.options, *given)
+        tokens = Tokens(query, key, value, _pair(ids))
+        grads = ctx.chosen.backward(ctx.options, tokens, output, logsumexp, grad)
         return (None, None, *grads, *(None for _ in ids))
 
 
@@ -158,107 +166,71 @@ def _as_pair(segment_ids: Tensor | tuple[Tensor, Tensor] | None) -> Pair | None:
 # ---------------------------------------------------------------- arguments
 
 
-def _problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    soft_cap: float | None,
-    window: int | None,
-    segments: Pair | None,
-    boundaries: Tensor | None,
-) -> str | None:
-    """Return all that is wrong with the arguments; None if nothing is."""
-    found = (
-        _tensor_problems(query, key, value)
-        or _mask_problems(query, key, window, segments, boundaries)
-        or _device_problems(query, key, value, segments, boundaries)
-    )
-    if soft_cap is not None and not soft_cap > 0:
-        found.append(f"soft_cap is {soft_cap}; give a number above 0, or None")
-    return "; ".join(found) or None
-
-
-def _tensor_problems(query: Tensor, key: Tensor, value: Tensor) -> list[str]:
-    shapes = [list(each.shape) for each in (query, key, value)]
+def _tensor_problems(tokens: Tokens) -> Iterator[str]:
+    shapes = [list(each.shape) for each in tokens[:3]]
     if any(len(each) != 4 or 0 in each for each in shapes):
-        return [
+        yield (
             f"query, key and value are {shapes[0]}, {shapes[1]} and {shapes[2]}; give tensors "
             f"[batch, heads, length, size] that are not empty"
-        ]
-    found = []
-    dtypes = {query.dtype, key.dtype, value.dtype}
-    if len(dtypes) > 1 or not query.is_floating_point():
-        found.append(f"dtypes are {', '.join(sorted(map(str, dtypes)))}; give one floating dtype")
+        )
+        return
+    dtypes = {each.dtype for each in tokens[:3]}
+    if len(dtypes) > 1 or not tokens.query.is_floating_point():
+        yield f"dtypes are {', '.join(sorted(map(str, dtypes)))}; give one floating dtype"
     (batch, heads, _, size), key_heads = shapes[0], shapes[1][1]
     if shapes[1][:3] != shapes[2][:3] or shapes[1][0] != batch or shapes[1][3] != size:
-        found.append(
+        yield (
             f"query {shapes[0]}, key {shapes[1]} and value {shapes[2]} do not fit: key and value "
             f"have the query's batch, the key its size, the value the key's heads and length"
         )
     elif heads % key_heads:
-        found.append(f"{heads} heads cannot share {key_heads} key heads: give a divisor")
-    return found
+        yield f"{heads} heads cannot share {key_heads} key heads: give a divisor"
 
 
-def _mask_problems(
-    query: Tensor,
-    key: Tensor,
-    window: int | None,
-    segments: Pair | None,
-    boundaries: Tensor | None,
-) -> list[str]:
-    found = []
-    lengths = query.shape[2], key.shape[2]
+def _mask_problems(tokens: Tokens, window: int | None, boundaries: Tensor | None) -> Iterator[str]:
+    query, key, _, segments = tokens
+    queries, keys = query.shape[2], key.shape[2]
     one = segments is not None and segments.queries is segments.keys
     given = {"window": window, "segment_ids": one or None, "boundaries": boundaries}
     named = [name for name, each in given.items() if each is not None]
-    if named and lengths[0] != lengths[1]:
+    if named and queries != keys:
         more = ", or segment_ids of queries and of keys" if one else ""
-        found.append(
-            f"{' and '.join(named)} need as many queries as keys, not {lengths[0]} and "
-            f"{lengths[1]}{more}"
-        )
+        yield f"{' and '.join(named)} need as many queries as keys, not {queries} and {keys}{more}"
     if window is not None and not (isinstance(window, int) and window > 0):
-        found.append(f"window is {window}; give an integer of at least 1, or None")
+        yield f"window is {window}; give an integer of at least 1, or None"
     if segments is not None and boundaries is not None:
-        found.append("both segment_ids and boundaries are given; give one")
-    return found + _segment_problems(key.shape[0], lengths, segments, boundaries)
+        yield "both segment_ids and boundaries are given; give one"
 
 
-def _segment_problems(
-    batch: int, lengths: tuple[int, int], segments: Pair | None, boundaries: Tensor | None
-) -> list[str]:
-    found = []
-    ids = [] if segments is None else [(segments.keys, "keys", lengths[1])]
-    if segments is not None and segments.queries is not segments.keys:
-        ids.append((segments.queries, "queries", lengths[0]))
-    for each, what, length in ids:
+def _segment_problems(tokens: Tokens, boundaries: Tensor | None) -> Iterator[str]:
+    query, key, _, segments = tokens
+    batch, ids = key.shape[0], dict[str, tuple[Tensor, int]]()
+    if segments is not None:
+        ids["keys"] = segments.keys, key.shape[2]
+        if segments.queries is not segments.keys:
+            ids["queries"] = segments.queries, query.shape[2]
+    for what, (each, length) in ids.items():
         if list(each.shape) != [batch, length]:
             shape = list(each.shape)
-            found.append(f"segment_ids are {shape}, not [batch, {what}] = [{batch}, {length}]")
+            yield f"segment_ids are {shape}, not [batch, {what}] = [{batch}, {length}]"
         if each.dtype is torch.bool:
             # Many are a cumsum of bools, which on XLA is no count, but whether any came before.
-            found.append(
-                "segment_ids are bools; give integers, also to cumsum: ends.int().cumsum(-1)"
-            )
+            yield "segment_ids are bools; give integers, also to cumsum: ends.int().cumsum(-1)"
         elif each.is_floating_point():
-            found.append(f"segment_ids are {each.dtype}; give integers")
+            yield f"segment_ids are {each.dtype}; give integers"
     if boundaries is not None:
         shape, numel = list(boundaries.shape), boundaries.numel()
         if shape not in ([numel], [batch, numel // batch]):
-            found.append(f"boundaries are {shape}, not [n] or [{batch}, n]")
+            yield f"boundaries are {shape}, not [n] or [{batch}, n]"
         if boundaries.is_floating_point():
-            found.append(f"boundaries are {boundaries.dtype}; give integers")
-    return found
+            yield f"boundaries are {boundaries.dtype}; give integers"
 
 
-def _device_problems(
-    query: Tensor, key: Tensor, value: Tensor, segments: Pair | None, boundaries: Tensor | None
-) -> list[str]:
+def _device_problems(tokens: Tokens, boundaries: Tensor | None) -> Iterator[str]:
+    query, key, value, segments = tokens
     tensors = {"query": query, "key": key, "value": value, "boundaries": boundaries}
-    tensors["segment_ids"] = segments.keys if segments else None
+    tensors["segment_ids"] = segments and segments.keys
     places = {name: each.device for name, each in tensors.items() if each is not None}
-    if len(set(places.values())) == 1:
-        return []
-    found = ", ".join(f"{name} on {device}" for name, device in places.items())
-    return [f"tensors are on several devices ({found}); move all to that of the query"]
+    if len(set(places.values())) > 1:
+        found = ", ".join(f"{name} on {device}" for name, device in places.items())
+        yield f"tensors are on several devices ({found}); move all to that of the query"

@@ -9,13 +9,12 @@ length. Products and sums are float32 (float64 for float64).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from xla_fsdp.nn.attention.options import Implementation, Options, Pair
+from xla_fsdp.nn.attention.options import Options, Pair, Tokens
 
 KEYS_PER_CHUNK = 512
 
@@ -24,76 +23,98 @@ KEYS_PER_CHUNK = 512
 MASKED = -1e30
 
 
-class _Tokens(NamedTuple):
-    """What tokens are masked by, besides their order among those given."""
+@dataclass(frozen=True)
+class Chunked:
+    """Attention of tokens at these positions of a sequence, [queries] and [keys]; of consecutive
+    ones from 0 by default."""
 
-    segments: Pair | None  # [batch, queries], [batch, keys]
-    positions: Pair | None  # [queries], [keys]; None: the first query is at the first key
+    positions: Pair | None = None
+
+    def forward(self, options: Options, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        query, key, value, _ = tokens
+        q = _grouped(query, key) * options.scale
+        output = q.new_zeros(*q.shape[:-1], value.shape[-1])
+        greatest, total = q.new_full(q.shape[:-1], MASKED), q.new_zeros(q.shape[:-1])
+        for keys, rows in self._chunks(options, tokens):
+            scores, _ = self._scores(options, q, tokens, keys, rows)
+            before = greatest[..., rows]
+            now = torch.maximum(before, scores.amax(-1))
+            weights, shrink = torch.exp(scores - now.unsqueeze(-1)), torch.exp(before - now)
+            added = _mixed(weights, _wide(value[:, :, keys]))
+            output[..., rows, :] = output[..., rows, :] * shrink.unsqueeze(-1) + added
+            total[..., rows] = total[..., rows] * shrink + weights.sum(-1)
+            greatest[..., rows] = now
+        output = output / total.unsqueeze(-1)
+        return output.flatten(1, 2).to(query.dtype), (greatest + total.log()).flatten(1, 2)
+
+    def backward(
+        self, options: Options, tokens: Tokens, output: Tensor, logsumexp: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _ = tokens
+        q, grad = _grouped(query, key) * options.scale, _grouped(grad, key)
+        logsumexp = logsumexp.unflatten(1, q.shape[1:3]).unsqueeze(-1)
+        from_sum = (grad * _grouped(output, key)).sum(-1, keepdim=True)
+        grad_q = torch.zeros_like(q)
+        grad_k, grad_v = torch.zeros_like(_wide(key)), torch.zeros_like(_wide(value))
+        for keys, rows in self._chunks(options, tokens):
+            scores, slopes = self._scores(options, q, tokens, keys, rows)
+            weights, g = torch.exp(scores - logsumexp[..., rows, :]), grad[..., rows, :]
+            grad_v[:, :, keys] = _sums(weights, g)
+            grad_weights = _mixed(g, _wide(value[:, :, keys]).mT)
+            grad_scores = weights * (grad_weights - from_sum[..., rows, :])
+            if slopes is not None:
+                grad_scores = grad_scores * slopes
+            grad_q[..., rows, :] += _mixed(grad_scores, _wide(key[:, :, keys]))
+            grad_k[:, :, keys] = _sums(grad_scores, q[..., rows, :])
+        grad_query = (grad_q * options.scale).flatten(1, 2)
+        return grad_query.to(query.dtype), grad_k.to(key.dtype), grad_v.to(value.dtype)
+
+    def _chunks(self, options: Options, tokens: Tokens) -> Iterator[tuple[slice, slice]]:
+        """Yield the slices of keys, each with that of the queries that may see some of them."""
+        num_queries, num_keys = tokens.query.shape[2], tokens.key.shape[2]
+        for start in range(0, num_keys, KEYS_PER_CHUNK):
+            keys, rows = range(start, min(start + KEYS_PER_CHUNK, num_keys)), range(num_queries)
+            if self.positions is None:
+                rows = options.queries_of(keys, num_queries)
+            if rows:
+                yield slice(keys.start, keys.stop), slice(rows.start, rows.stop)
+
+    def _scores(
+        self, options: Options, q: Tensor, tokens: Tokens, keys: slice, rows: slice
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the scores [batch, key heads, heads of each, rows, keys], and, if they are capped,
+        their derivatives with respect to the products."""
+        scores = _mixed(q[..., rows, :], _wide(tokens.key[:, :, keys]).mT)
+        slopes = None
+        if options.soft_cap is not None:
+            bent = torch.tanh(scores / options.soft_cap)
+            scores, slopes = bent * options.soft_cap, 1 - bent * bent
+        for hidden in self._hidden(options, tokens, keys, rows):
+            scores = scores.masked_fill(hidden, MASKED)
+        return scores, slopes
+
+    def _hidden(
+        self, options: Options, tokens: Tokens, keys: slice, rows: slice
+    ) -> Iterator[Tensor]:
+        """Yield masks of the scores that do not count."""
+        query, key, _, segments = tokens
+        if self.positions is not None or not options.sees_whole(query.shape[2], key.shape[2]):
+            if self.positions is not None:
+                i, j = self.positions.queries[rows], self.positions.keys[keys]
+            else:
+                i = torch.arange(rows.start, rows.stop, device=query.device)
+                j = torch.arange(keys.start, keys.stop, device=query.device)
+            i = i.unsqueeze(-1)
+            if options.is_causal:
+                yield i < j
+            if options.window is not None:
+                yield (i - j).abs() >= options.window
+        if segments is not None:
+            mine, its = segments.queries[:, rows], segments.keys[:, keys]
+            yield (mine.unsqueeze(-1) != its.unsqueeze(1))[:, None, None]
 
 
-def at_positions(positions: Pair | None) -> Implementation:
-    """Return attention of tokens at these positions of a sequence, [queries] and [keys]; of
-    consecutive ones from 0 by default."""
-    return Implementation(partial(_forward, positions), partial(_backward, positions))
-
-
-def _forward(
-    positions: Pair | None,
-    options: Options,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Pair | None,
-) -> tuple[Tensor, Tensor]:
-    tokens = _Tokens(segments, positions)
-    q = _grouped(query, key) * options.scale
-    output = q.new_zeros(*q.shape[:-1], value.shape[-1])
-    greatest, total = q.new_full(q.shape[:-1], MASKED), q.new_zeros(q.shape[:-1])
-    for keys, rows in _chunks(options, query, key, tokens):
-        scores, _ = _scores(options, q, key, tokens, keys, rows)
-        before = greatest[..., rows]
-        now = torch.maximum(before, scores.amax(-1))
-        weights, shrink = torch.exp(scores - now.unsqueeze(-1)), torch.exp(before - now)
-        added = _mixed(weights, _wide(value[:, :, keys]))
-        output[..., rows, :] = output[..., rows, :] * shrink.unsqueeze(-1) + added
-        total[..., rows] = total[..., rows] * shrink + weights.sum(-1)
-        greatest[..., rows] = now
-    output = output / total.unsqueeze(-1)
-    return output.flatten(1, 2).to(query.dtype), (greatest + total.log()).flatten(1, 2)
-
-
-def _backward(
-    positions: Pair | None,
-    options: Options,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Pair | None,
-    output: Tensor,
-    logsumexp: Tensor,
-    grad: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = _Tokens(segments, positions)
-    q, grad = _grouped(query, key) * options.scale, _grouped(grad, key)
-    logsumexp = logsumexp.unflatten(1, q.shape[1:3]).unsqueeze(-1)
-    from_sum = (grad * _grouped(output, key)).sum(-1, keepdim=True)
-    grad_q = torch.zeros_like(q)
-    grad_k, grad_v = torch.zeros_like(_wide(key)), torch.zeros_like(_wide(value))
-    for keys, rows in _chunks(options, query, key, tokens):
-        scores, slopes = _scores(options, q, key, tokens, keys, rows)
-        weights, g = torch.exp(scores - logsumexp[..., rows, :]), grad[..., rows, :]
-        grad_v[:, :, keys] = _sums(weights, g)
-        grad_weights = _mixed(g, _wide(value[:, :, keys]).mT)
-        grad_scores = weights * (grad_weights - from_sum[..., rows, :])
-        if slopes is not None:
-            grad_scores = grad_scores * slopes
-        grad_q[..., rows, :] += _mixed(grad_scores, _wide(key[:, :, keys]))
-        grad_k[:, :, keys] = _sums(grad_scores, q[..., rows, :])
-    grad_query = (grad_q * options.scale).flatten(1, 2)
-    return grad_query.to(query.dtype), grad_k.to(key.dtype), grad_v.to(value.dtype)
-
-
-CHUNKED = at_positions(None)
+CHUNKED = Chunked()
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -115,68 +136,3 @@ def _sums(weights: Tensor, rows: Tensor) -> Tensor:
     """Return [batch, key heads, n, m], summed over the heads of each and the rows of two tensors
     [batch, key heads, heads of each, rows, n or m]."""
     return weights.flatten(2, 3).mT @ rows.flatten(2, 3)
-
-
-def _chunks(
-    options: Options, query: Tensor, key: Tensor, tokens: _Tokens
-) -> Iterator[tuple[slice, slice]]:
-    """Yield the slices of keys, each with that of the queries that may see some of them."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    for start in range(0, num_keys, KEYS_PER_CHUNK):
-        keys = range(start, min(start + KEYS_PER_CHUNK, num_keys))
-        if tokens.positions is not None:
-            rows = range(num_queries)
-        else:
-            rows = options.queries_of(keys, num_queries)
-        if rows:
-            yield slice(keys.start, keys.stop), slice(rows.start, rows.stop)
-
-
-def _scores(
-    options: Options,
-    q: Tensor,
-    key: Tensor,
-    tokens: _Tokens,
-    keys: slice,
-    rows: slice,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the scores [batch, key heads, heads of each, rows, keys], and, if they are capped,
-    their derivatives with respect to the products."""
-    scores = _mixed(q[..., rows, :], _wide(key[:, :, keys]).mT)
-    slopes = None
-    if options.soft_cap is not None:
-        bent = torch.tanh(scores / options.soft_cap)
-        scores, slopes = bent * options.soft_cap, 1 - bent * bent
-    for hidden in _hidden(options, q, key, tokens, keys, rows):
-        scores = scores.masked_fill(hidden, MASKED)
-    return scores, slopes
-
-
-def _hidden(
-    options: Options,
-    q: Tensor,
-    key: Tensor,
-    tokens: _Tokens,
-    keys: slice,
-    rows: slice,
-) -> Iterator[Tensor]:
-    """Yield masks of the scores that do not count."""
-    if tokens.positions is not None or not options.sees_whole(q.shape[-2], key.shape[2]):
-        i, j = _positions(q.device, tokens.positions, keys, rows)
-        if options.is_causal:
-            yield i < j
-        if options.window is not None:
-            yield (i - j).abs() >= options.window
-    if tokens.segments is not None:
-        mine, its = tokens.segments.queries[:, rows], tokens.segments.keys[:, keys]
-        yield (mine.unsqueeze(-1) != its.unsqueeze(1))[:, None, None]
-
-
-def _positions(
-    device: torch.device, given: Pair | None, keys: slice, rows: slice
-) -> tuple[Tensor, Tensor]:
-    """Return the positions of queries, [rows, 1], and of keys, [keys]."""
-    if given is not None:
-        return given.queries[rows].unsqueeze(-1), given.keys[keys]
-    i = torch.arange(rows.start, rows.stop, device=device)
-    return i.unsqueeze(-1), torch.arange(keys.start, keys.stop, device=device)

@@ -7,7 +7,6 @@ Context" (https://arxiv.org/abs/2310.01889); Jacobs et al., "DeepSpeed Ulysses"
 
 from __future__ import annotations
 
-import enum
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.context_parallel import ContextAxis
-from xla_fsdp.nn.attention.chunked import CHUNKED, MASKED, at_positions
-from xla_fsdp.nn.attention.options import Implementation, Options, Pair
+from xla_fsdp.nn.attention.chunked import CHUNKED, MASKED, Chunked
+from xla_fsdp.nn.attention.options import Implementation, Options, Pair, Tokens
 
 
 def over_context(
@@ -51,99 +50,66 @@ def over_context(
                 "a ring: context_parallel(..., method='ulysses') has the kernel",
                 stacklevel=3,
             )
-        ring = _Ring(axis, product)
-        return Implementation(ring.forward, ring.backward)
+        return _Ring(axis, product)
     if not heads_suffice:
         raise ValueError(
             f"context_parallel(method='ulysses') gives each of the {axis.size} ranks along "
             f"{axis.name!r} as many key heads, and there are {key.shape[1]}; use method='ring'"
         )
-    exchange = _HeadExchange(axis, product)
-    return Implementation(exchange.forward, exchange.backward)
+    return _HeadExchange(axis, product)
 
 
 # ---------------------------------------------------------------- keys around a ring
 
 
-class _Tokens(enum.Enum):
-    """Some of the tokens that a rank has."""
-
-    ALL = enum.auto()
-    FIRST = enum.auto()  # chunk
-    SECOND = enum.auto()
-    EITHER = enum.auto()  # the second one if the keys come from a later rank, else the first
+_Half = Tensor | bool | None
+"""Some of a rank's tokens: the second chunk if true, else the first; None for all. On the device,
+[1] bool, where it depends on the rank."""
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A step of the ring, in which this rank has the keys of the rank ``number`` before it.
+def _take(x: Tensor, second: _Half, dim: int = 2) -> Tensor:
+    """Return the slice of these tokens."""
+    if second is None:
+        return x
+    halves = x.chunk(2, dim)
+    if isinstance(second, bool):
+        return halves[second]
+    return torch.where(second, halves[1], halves[0])
 
-    Args:
-        options: of the whole attention.
-        number: 0 to the number of ranks - 1.
-        from_later: whether that is a rank with a higher number, [1] bool on the device.
-        key: those keys.
-        value: and their values.
-        segments: of this rank's queries, and of those keys.
+
+def _spread(x: Tensor, second: _Half, fill: float = 0.0) -> Tensor:
+    """Undo ``_take``, with ``fill`` for other tokens."""
+    if second is None:
+        return x
+    other = torch.full_like(x, fill)
+    if isinstance(second, bool):
+        halves = [other, x] if second else [x, other]
+    else:
+        halves = [torch.where(second, other, x), torch.where(second, x, other)]
+    return torch.cat(halves, 2)
+
+
+def _part(tokens: Tokens, queries: _Half, keys: _Half) -> Tokens:
+    query, key, value, pair = tokens
+    if pair is not None:
+        pair = Pair(_take(pair.queries, queries, 1), _take(pair.keys, keys, 1))
+    return Tokens(_take(query, queries), _take(key, keys), _take(value, keys), pair)
+
+
+def _products(
+    options: Options, step: int, from_later: Tensor
+) -> list[tuple[_Half, _Half, Options]]:
+    """Return the queries and keys between which there is attention in a step of the ring, in which
+    this rank has the keys of the rank ``step`` before it.
+
+    Under a causal mask the second chunk of a rank sees the first one of every other. Besides, first
+    chunks see those of ranks before, and second chunks those of ranks behind. That is as much for
+    every rank and step, and nothing in it is masked.
     """
-
-    options: Options
-    number: int
-    from_later: Tensor
-    key: Tensor
-    value: Tensor
-    segments: Pair | None
-
-    def products(self) -> Iterator[tuple[_Tokens, _Tokens, Options]]:
-        """Yield the queries and keys between which there is attention.
-
-        Under a causal mask the second chunk of a rank sees the first one of every other. Besides,
-        first chunks see those of ranks before, and second chunks those of ranks behind. That is as
-        much for every rank and step, and nothing in it is masked.
-        """
-        if self.number == 0 or not self.options.is_causal or self.options.window is not None:
-            yield _Tokens.ALL, _Tokens.ALL, self.options
-            return
-        unmasked = replace(self.options, is_causal=False)
-        yield _Tokens.SECOND, _Tokens.FIRST, unmasked
-        yield _Tokens.EITHER, _Tokens.EITHER, unmasked
-
-    def given(
-        self, query: Tensor, queries: _Tokens, keys: _Tokens
-    ) -> tuple[Tensor, Tensor, Tensor, Pair | None]:
-        """Return query, key, value and segments of a product."""
-        pair = self.segments
-        if pair is not None:
-            pair = Pair(self.take(pair.queries, queries, 1), self.take(pair.keys, keys, 1))
-        return (
-            self.take(query, queries),
-            self.take(self.key, keys),
-            self.take(self.value, keys),
-            pair,
-        )
-
-    def take(self, x: Tensor, tokens: _Tokens, dim: int = 2) -> Tensor:
-        """Return the slice of these tokens."""
-        if tokens is _Tokens.ALL:
-            return x
-        first, second = x.chunk(2, dim)
-        if tokens is _Tokens.EITHER:
-            return torch.where(self.from_later, second, first)
-        return first if tokens is _Tokens.FIRST else second
-
-    def spread(self, x: Tensor, tokens: _Tokens, fill: float = 0.0) -> Tensor:
-        """Undo ``take``, with ``fill`` for other tokens."""
-        if tokens is _Tokens.ALL:
-            return x
-        other = torch.full_like(x, fill)
-        if tokens is _Tokens.EITHER:
-            halves = [
-                torch.where(self.from_later, other, x),
-                torch.where(self.from_later, x, other),
-            ]
-        else:
-            halves = [x, other] if tokens is _Tokens.FIRST else [other, x]
-        return torch.cat(halves, 2)
+    if step == 0 or not options.is_causal or options.window is not None:
+        return [(None, None, options)]
+    unmasked = replace(options, is_causal=False)
+    return [(True, False, unmasked), (from_later, from_later, unmasked)]
 
 
 @dataclass(frozen=True)
@@ -153,65 +119,57 @@ class _Ring:
     axis: ContextAxis
     product: Implementation
 
-    def forward(
-        self, options: Options, query: Tensor, key: Tensor, value: Tensor, segments: Pair | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, options: Options, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        query, _, value, _ = tokens
         wide = torch.promote_types(query.dtype, torch.float32)
         output = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=wide)
         logsumexp = query.new_full(query.shape[:-1], MASKED, dtype=wide)
-        for step in self._steps(options, key, value, segments):
-            for queries, keys, masks in step.products():
+        for step, from_later, here in self._steps(tokens):
+            for queries, keys, masks in _products(options, step, from_later):
                 product = self._product(options, step, query.shape[2])
-                found, sums = product.forward(masks, *step.given(query, queries, keys))
+                found, sums = product.forward(masks, _part(here, queries, keys))
                 output, logsumexp = _merged(
                     (output, logsumexp),
-                    (step.spread(found.to(wide), queries), step.spread(sums, queries, MASKED)),
+                    (_spread(found.to(wide), queries), _spread(sums, queries, MASKED)),
                 )
         return output.to(query.dtype), logsumexp
 
     def backward(
-        self,
-        options: Options,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Pair | None,
-        output: Tensor,
-        logsumexp: Tensor,
-        grad: Tensor,
+        self, options: Options, tokens: Tokens, output: Tensor, logsumexp: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _ = tokens
         wide = torch.promote_types(query.dtype, torch.float32)
         grad_q, grad_k, grad_v = (torch.zeros_like(e, dtype=wide) for e in (query, key, value))
-        for step in self._steps(options, key, value, segments):
-            if step.number:
+        for step, from_later, here in self._steps(tokens):
+            if step:
                 grad_k, grad_v = self.axis.send(grad_k), self.axis.send(grad_v)
-            for queries, keys, masks in step.products():
+            for queries, keys, masks in _products(options, step, from_later):
                 product = self._product(options, step, query.shape[2])
-                given = step.given(query, queries, keys)
-                results = (step.take(each, queries) for each in (output, logsumexp, grad))
-                found = product.backward(masks, *given, *results)
-                grad_q = grad_q + step.spread(found[0].to(wide), queries)
-                grad_k = grad_k + step.spread(found[1].to(wide), keys)
-                grad_v = grad_v + step.spread(found[2].to(wide), keys)
+                results = (_take(each, queries) for each in (output, logsumexp, grad))
+                found = product.backward(masks, _part(here, queries, keys), *results)
+                grad_q = grad_q + _spread(found[0].to(wide), queries)
+                grad_k = grad_k + _spread(found[1].to(wide), keys)
+                grad_v = grad_v + _spread(found[2].to(wide), keys)
         grad_k, grad_v = self.axis.send(grad_k), self.axis.send(grad_v)  # home
         return grad_q.to(query.dtype), grad_k.to(key.dtype), grad_v.to(value.dtype)
 
-    def _steps(
-        self, options: Options, key: Tensor, value: Tensor, segments: Pair | None
-    ) -> Iterator[_Step]:
+    def _steps(self, tokens: Tokens) -> Iterator[tuple[int, Tensor, Tokens]]:
+        """Yield steps of the ring, each with whether its keys are of a rank with a higher number,
+        [1] bool on the device, and with this rank's queries and those keys."""
         rank, rotate = self.axis.local_rank_on_device, self.axis.send
-        for number in range(self.axis.size):
-            if number:
+        query, key, value, segments = tokens
+        for step in range(self.axis.size):
+            if step:
                 key, value = rotate(key), rotate(value)
                 segments = segments and segments._replace(keys=rotate(segments.keys))
-            yield _Step(options, number, rank < number, key, value, segments)
+            yield step, rank < step, Tokens(query, key, value, segments)
 
-    def _product(self, options: Options, step: _Step, length: int) -> Implementation:
+    def _product(self, options: Options, step: int, length: int) -> Implementation:
         if options.window is None:
             return self.product
         # The kernel's masks are constants, and how far chunks are apart depends on the rank.
-        own, its = self.axis.positions(length), self.axis.positions(length, before=step.number)
-        return at_positions(Pair(own, its))
+        own, its = self.axis.positions(length), self.axis.positions(length, before=step)
+        return Chunked(Pair(own, its))
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -233,28 +191,16 @@ class _HeadExchange:
     axis: ContextAxis
     product: Implementation
 
-    def forward(
-        self, options: Options, query: Tensor, key: Tensor, value: Tensor, segments: Pair | None
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = map(self._there, (query, key, value))
-        output, logsumexp = self.product.forward(options, q, k, v, self._whole(segments))
+    def forward(self, options: Options, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        output, logsumexp = self.product.forward(options, self._whole(tokens))
         return self._back(output), self._back(logsumexp)
 
     def backward(
-        self,
-        options: Options,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Pair | None,
-        output: Tensor,
-        logsumexp: Tensor,
-        grad: Tensor,
+        self, options: Options, tokens: Tokens, output: Tensor, logsumexp: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = map(self._there, (query, key, value))
+        whole = self._whole(tokens)
         results = map(self._there, (output, logsumexp, grad))
-        found = self.product.backward(options, q, k, v, self._whole(segments), *results)
-        grad_q, grad_k, grad_v = map(self._back, found)
+        grad_q, grad_k, grad_v = map(self._back, self.product.backward(options, whole, *results))
         return grad_q, grad_k, grad_v
 
     def _there(self, x: Tensor) -> Tensor:
@@ -264,7 +210,7 @@ class _HeadExchange:
     def _back(self, x: Tensor) -> Tensor:
         return self.axis.all_to_all(self.axis.by_rank(x, 2), split_dim=2, concat_dim=1)
 
-    def _whole(self, segments: Pair | None) -> Pair | None:
-        if segments is None:
-            return None
-        return Pair(*(self.axis.whole(each, 1) for each in segments))
+    def _whole(self, tokens: Tokens) -> Tokens:
+        query, key, value = map(self._there, tokens[:3])
+        ids = tokens.segments
+        return Tokens(query, key, value, ids and Pair(*(self.axis.whole(each, 1) for each in ids)))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -41,31 +40,32 @@ class Pair(NamedTuple):
     keys: Tensor
 
 
+class Tokens(NamedTuple):
+    """What attention is between."""
+
+    query: Tensor  # [batch, heads, queries, size]
+    key: Tensor  # [batch, key heads, keys, size]
+    value: Tensor  # [batch, key heads, keys, value size]
+    segments: Pair | None  # [batch, queries], [batch, keys]
+
+
 SEES_NO_KEY = -1e29
 """A log-sum-exp below this is of a query that sees no key."""
 
-Forward = Callable[[Options, Tensor, Tensor, Tensor, Pair | None], tuple[Tensor, Tensor]]
-"""Takes (options, query, key, value, segments) and returns (output, log-sum-exp of the scores).
 
-Shapes are query [batch, heads, queries, size], key [batch, key heads, keys, size], value [batch,
-key heads, keys, value size], segments [batch, queries] and [batch, keys], output [batch, heads,
-queries, value size] in the query's dtype, and log-sum-exp [batch, heads, queries] float32, or
-float64 for float64. What a query without any visible key gets is not defined, but its log-sum-exp
-is below ``SEES_NO_KEY``.
-"""
-
-Backward = Callable[
-    [Options, Tensor, Tensor, Tensor, Pair | None, Tensor, Tensor, Tensor],
-    tuple[Tensor, Tensor, Tensor],
-]
-"""Takes the arguments of the forward, (output, log-sum-exp, gradient of the output), and returns
-the gradients of query, key and value in their dtypes. Output and log-sum-exp may be those of more
-keys; the gradients are then what these keys add."""
-
-
-@dataclass(frozen=True)
-class Implementation:
+class Implementation(Protocol):
     """A way to compute attention and its gradients."""
 
-    forward: Forward
-    backward: Backward
+    def forward(self, options: Options, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return the output, [batch, heads, queries, value size] in the query's dtype, and the
+        log-sum-exp of the scores, [batch, heads, queries] float32, or float64 for float64.
+
+        What a query without any visible key gets is not defined, but its log-sum-exp is below
+        ``SEES_NO_KEY``.
+        """
+
+    def backward(
+        self, options: Options, tokens: Tokens, output: Tensor, logsumexp: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value in their dtypes, from that of the output.
+        Output and log-sum-exp may be those of more keys: then what these keys add."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_fsdp.nn.attention.options import Implementation, Options, Pair
+from xla_fsdp.nn.attention.options import Options, Tokens
 from xla_fsdp.xla.kernels import Flops, call_jax, has_jax
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -35,36 +35,30 @@ def problem(query: Tensor, value: Tensor) -> str | None:
     return None
 
 
-def implementation(*, interpret: bool = False) -> Implementation:
-    """Return attention by the kernel, or by an interpreter of it that runs on CPU."""
+@dataclass(frozen=True)
+class Splash:
+    """Attention by the kernel, or by an interpreter of it that runs on CPU."""
 
-    def forward(
-        options: Options, query: Tensor, key: Tensor, value: Tensor, segments: Pair | None
-    ) -> tuple[Tensor, Tensor]:
-        given = [query, key, value, *(segments or ())]
-        function, costs = _Forward(options, interpret), flops(options, query, key, value)
-        output, logsumexp = call_jax(function, given, interpret=interpret, flops=costs)
+    interpret: bool = False
+
+    def forward(self, options: Options, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        output, logsumexp = self._run(_Forward(options, self.interpret), options, tokens)
         return output, logsumexp
 
     def backward(
-        options: Options,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Pair | None,
-        output: Tensor,
-        logsumexp: Tensor,
-        grad: Tensor,
+        self, options: Options, tokens: Tokens, output: Tensor, logsumexp: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        given = [query, key, value, output, logsumexp, grad, *(segments or ())]
-        function, costs = _Backward(options, interpret), flops(options, query, key, value)
-        grads = call_jax(function, given, interpret=interpret, flops=costs)
-        return grads[0], grads[1], grads[2]
+        function = _Backward(options, self.interpret)
+        q, k, v = self._run(function, options, tokens, output, logsumexp, grad)
+        return q, k, v
 
-    return Implementation(forward, backward)
+    def _run(self, function: Any, options: Options, tokens: Tokens, *results: Tensor) -> Any:
+        given = [*tokens[:3], *results, *(tokens.segments or ())]
+        costs = flops(options, *tokens[:3])
+        return call_jax(function, given, interpret=self.interpret, flops=costs)
 
 
-SPLASH = implementation()
+SPLASH = Splash()
 
 
 def flops(options: Options, query: Any, key: Any, value: Any) -> Flops:
@@ -85,67 +79,96 @@ def _pairs(options: Options, queries: int, keys: int) -> int:
     return sum(len(each) * len(options.queries_of(each, queries)) for each in blocks)
 
 
-def _count(
-    options: Options, query: Tensor, key: Tensor, value: Tensor, segments: Pair | None
-) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, size = query.shape
-    pairs = _pairs(options, queries, key.shape[2])
-    left = torch.empty(batch * heads, pairs, device="meta")
-    _ = left @ torch.empty(pairs, size + value.shape[-1], device="meta")
-    output = query.new_zeros(batch, heads, queries, value.shape[-1])
-    return output, query.new_zeros(batch, heads, queries, dtype=torch.float32)
+class Counted:
+    """Computes zeros, with a product of the kernel's operations for those who count them."""
 
+    def forward(self, options: Options, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        query, key, value, _ = tokens
+        batch, heads, queries, size = query.shape
+        pairs = _pairs(options, queries, key.shape[2])
+        left = torch.empty(batch * heads, pairs, device="meta")
+        _ = left @ torch.empty(pairs, size + value.shape[-1], device="meta")
+        output = query.new_zeros(batch, heads, queries, value.shape[-1])
+        return output, query.new_zeros(batch, heads, queries, dtype=torch.float32)
 
-COUNTED = Implementation(
-    _count,
-    lambda _, query, key, value, *others: (
-        torch.zeros_like(query),
-        torch.zeros_like(key),
-        torch.zeros_like(value),
-    ),
-)
-"""Computes zeros, with a product of the kernel's operations for those who count them."""
+    def backward(
+        self, options: Options, tokens: Tokens, *results: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _ = tokens
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
 
 # ---------------------------------------------------------------- in JAX
 
 
 @dataclass(frozen=True)
-class _Forward:
+class _Kernel:
+    """A call of the kernel, with arrays of JAX."""
+
     options: Options
     interpret: bool
 
+    def kernel(self, query: Any, key: Any, *, for_backward: bool) -> Any:
+        """Return the kernel for [heads, queries, size], padded."""
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as sk
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+        heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
+        q, kv = _block(queries), _block(keys)
+        blocks: dict[str, Any] = {"block_q": q, "block_kv": kv, "block_kv_compute": kv}
+        if for_backward:  # else not even given, as the mask is then cut into blocks again
+            blocks |= {"block_q_dq": q, "block_kv_dq": kv}
+            blocks |= {"block_q_dkv": q, "block_kv_dkv": kv, "block_kv_dkv_compute": kv}
+        mask: Any = masks.FullMask((_padded(queries), _padded(keys)))
+        if not self.options.sees_whole(queries, keys):
+            left = None if self.options.window is None else self.options.window - 1
+            right = 0 if self.options.is_causal else left
+            mask = masks.LocalMask((_padded(queries), _padded(keys)), (left, right), 0)
+        return sk.make_splash_mha(
+            masks.MultiHeadMask([mask] * heads),
+            # The fused backward stores a part of the queries' gradients for each block of keys.
+            block_sizes=sk.BlockSizes(**blocks, use_fused_bwd_kernel=False),
+            save_residuals=True,
+            attn_logits_soft_cap=self.options.soft_cap,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=self.interpret,
+        )
+
+    def inputs(self, query: Any, key: Any, value: Any, segments: Any) -> tuple[Any, ...]:
+        """Return the kernel's inputs: query, key and value, padded, and ids of segments, of queries
+        and of keys; None where positions mask all that is to be masked."""
+        import jax.numpy as jnp
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as sk
+
+        batch, queries, keys = len(query), query.shape[2], key.shape[2]
+        hides_padding = self.options.is_causal and queries <= keys
+        if not segments and not hides_padding and _padded(keys) != keys:
+            segments = [jnp.zeros((batch, length), jnp.int32) for length in (queries, keys)]
+        ids = sk.SegmentIds(*(_pad(each, 1, _PADDING) for each in segments)) if segments else None
+        # The kernel does not know the scale.
+        return _pad(self.times_scale(query, query.dtype), 2), _pad(key, 2), _pad(value, 2), ids
+
+    def times_scale(self, array: Any, dtype: Any) -> Any:
+        """Return ``array`` times the scale."""
+        return (array.astype("float32") * self.options.scale).astype(dtype)
+
+
+class _Forward(_Kernel):
     def __call__(self, query: Any, key: Any, value: Any, *segments: Any) -> Any:
         import jax
 
-        call = _Call.of(self.options, query, key, self.interpret)
-        q, k, v = call.scaled(query), call.padded_keys(key), call.padded_keys(value)
-        output, (logsumexp,) = jax.vmap(call.kernel(for_backward=False))(
-            q, k, v, call.segments(segments)
-        )
-        return output[:, :, : call.queries], logsumexp[:, :, : call.queries]
+        kernel = jax.vmap(self.kernel(query, key, for_backward=False))
+        output, (logsumexp,) = kernel(*self.inputs(query, key, value, segments))
+        return output[:, :, : query.shape[2]], logsumexp[:, :, : query.shape[2]]
 
 
-@dataclass(frozen=True)
-class _Backward:
-    options: Options
-    interpret: bool
-
-    def __call__(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        output: Any,
-        logsumexp: Any,
-        grad: Any,
-        *segments: Any,
-    ) -> Any:
+class _Backward(_Kernel):
+    def __call__(self, query: Any, key: Any, value: Any, *others: Any) -> Any:
         import jax
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as sk
 
-        call = _Call.of(self.options, query, key, self.interpret)
-        kernel = call.kernel(for_backward=True)
+        kernel = self.kernel(query, key, for_backward=True)
 
         def grads(
             q: Any, k: Any, v: Any, ids: Any, out: Any, statistics: Any, grad_out: Any
@@ -156,98 +179,15 @@ class _Backward:
             # output and its statistics where torch has no say.
             return sk._splash_attention_bwd(**kernel.kwargs, res=saved, do=grad_out)[3:6]
 
-        q, k, v = call.scaled(query), call.padded_keys(key), call.padded_keys(value)
         # Padded queries have gradients of zero, and so add nothing.
-        rows = [call.padded_queries(each) for each in (output, logsumexp, grad)]
-        grad_q, grad_k, grad_v = jax.vmap(grads)(q, k, v, call.segments(segments), *rows)
+        rows = [_pad(each, 2) for each in others[:3]]  # output, log-sum-exp, gradient
+        inputs = self.inputs(query, key, value, others[3:])
+        grad_q, grad_k, grad_v = jax.vmap(grads)(*inputs, *rows)
         return (
-            call.times_scale(grad_q[:, :, : call.queries], query.dtype),
-            grad_k[:, :, : call.keys].astype(key.dtype),
-            grad_v[:, :, : call.keys].astype(value.dtype),
+            self.times_scale(grad_q[:, :, : query.shape[2]], query.dtype),
+            grad_k[:, :, : key.shape[2]].astype(key.dtype),
+            grad_v[:, :, : key.shape[2]].astype(value.dtype),
         )
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of the kernel, with arrays of JAX."""
-
-    options: Options
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    interpret: bool
-
-    @classmethod
-    def of(cls, options: Options, query: Any, key: Any, interpret: bool) -> _Call:
-        batch, heads, queries = query.shape[:3]
-        return cls(options, batch, heads, queries, key.shape[2], interpret)
-
-    def kernel(self, *, for_backward: bool) -> Any:
-        """Return the kernel for [heads, queries, size], padded."""
-        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as sk
-        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-        q, kv = _block(self.queries), _block(self.keys)
-        blocks: dict[str, Any] = {"block_q": q, "block_kv": kv, "block_kv_compute": kv}
-        if for_backward:  # else not even given, as the mask is then cut into blocks again
-            blocks |= {"block_q_dq": q, "block_kv_dq": kv}
-            blocks |= {"block_q_dkv": q, "block_kv_dkv": kv, "block_kv_dkv_compute": kv}
-        return sk.make_splash_mha(
-            masks.MultiHeadMask([self._mask(masks)] * self.heads),
-            # The fused backward stores a part of the queries' gradients for each block of keys.
-            block_sizes=sk.BlockSizes(**blocks, use_fused_bwd_kernel=False),
-            save_residuals=True,
-            attn_logits_soft_cap=self.options.soft_cap,
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=self.interpret,
-        )
-
-    def _mask(self, masks: Any) -> Any:
-        shape = _padded(self.queries), _padded(self.keys)
-        if self.options.sees_whole(self.queries, self.keys):
-            return masks.FullMask(shape)
-        left = None if self.options.window is None else self.options.window - 1
-        return masks.LocalMask(shape, (left, 0 if self.options.is_causal else left), 0)
-
-    def scaled(self, query: Any) -> Any:
-        """Return padded queries times the scale, which the kernel does not know."""
-        return self.padded_queries(self.times_scale(query, query.dtype))
-
-    def times_scale(self, array: Any, dtype: Any) -> Any:
-        """Return ``array`` times the scale."""
-        return (array.astype("float32") * self.options.scale).astype(dtype)
-
-    def padded_queries(self, array: Any) -> Any:
-        """Return [batch, heads, queries, ...] padded with zeros."""
-        return _pad(array, 2, _padded(self.queries))
-
-    def padded_keys(self, array: Any) -> Any:
-        """Return [batch, heads, keys, ...] padded with zeros."""
-        return _pad(array, 2, _padded(self.keys))
-
-    def segments(self, given: Any) -> Any:
-        """Return the kernel's segment ids; None where positions mask all that is to be masked.
-
-        Args:
-            given: none, or one array for queries, [batch, queries], and one for keys.
-        """
-        import jax.numpy as jnp
-        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as sk
-
-        if given:
-            lengths = _padded(self.queries), _padded(self.keys)
-            pairs = zip(given, lengths, strict=True)
-            return sk.SegmentIds(*(_pad(ids, 1, length, _PADDING) for ids, length in pairs))
-        hides_padding = self.options.is_causal and self.queries <= self.keys
-        if hides_padding or _padded(self.keys) == self.keys:
-            return None
-        both = [
-            _pad(jnp.zeros((self.batch, length), jnp.int32), 1, _padded(length), _PADDING)
-            for length in (self.queries, self.keys)
-        ]
-        return sk.SegmentIds(*both)
 
 
 def _block(length: int) -> int:
@@ -259,8 +199,10 @@ def _padded(length: int) -> int:
     return length + -length % _block(length)
 
 
-def _pad(array: Any, axis: int, length: int, value: int = 0) -> Any:
+def _pad(array: Any, axis: int, value: int = 0) -> Any:
+    """Pad a dim to whole blocks."""
     import jax.numpy as jnp
 
-    widths = [(0, length - array.shape[at] if at == axis else 0) for at in range(array.ndim)]
+    length = array.shape[axis]
+    widths = [(0, _padded(length) - length if at == axis else 0) for at in range(array.ndim)]
     return jnp.pad(array, widths, constant_values=value)

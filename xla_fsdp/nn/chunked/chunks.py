@@ -52,12 +52,8 @@ class Chunks:
         return torch.arange(self.count, dtype=torch.int32, device=device)[:, None]
 
     def classes(self, number: Tensor) -> Tensor:
-        """Return the class of each row of a gathered chunk, [ranks * rows] int32; ``NO_CLASS`` for
-        padding.
-
-        Args:
-            number: index of the chunk, [1] int32.
-        """
+        """Return the class of each row of the gathered chunk ``number``, [1] int32: [ranks * rows]
+        int32, ``NO_CLASS`` for padding."""
         count = partial(torch.arange, dtype=torch.int32, device=number.device)
         row = number * self.rows + count(self.rows)
         first = count(self.num_ranks) * self.shard_rows
@@ -66,16 +62,9 @@ class Chunks:
         return torch.where(is_class, found, NO_CLASS).reshape(-1)
 
     def locate(self, classes: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Find classes in a gathered chunk.
-
-        Args:
-            classes: [n] int32; may be out of range.
-            number: index of the chunk, [1] int32.
-
-        Returns:
-            The row of each class in the chunk, [n] int32 (0 if it is in another chunk), and whether
-            it is in this chunk, [n] bool.
-        """
+        """Find classes, [n] int32, also out of range, in the gathered chunk ``number``, [1] int32:
+        return the row of each, [n] int32, 0 if it is in another chunk, and whether it is in this
+        one, [n] bool."""
         rank = torch.div(classes, self.shard_rows, rounding_mode="floor")
         row = classes - rank * self.shard_rows - number * self.rows
         known = (classes >= 0) & (classes < self.num_classes)

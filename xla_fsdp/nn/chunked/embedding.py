@@ -15,7 +15,6 @@ from xla_fsdp.distributed.collectives import Collectives, LocalCollectives
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
-from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.chunked.hooks import (
     ChunkedModule,
@@ -29,7 +28,6 @@ from xla_fsdp.nn.chunked.hooks import (
 from xla_fsdp.nn.chunked.lookup_strategies import (
     ExchangeRows,
     GatherChunks,
-    LookupStrategy,
     unreduced_gradient,
 )
 from xla_fsdp.nn.chunked.weights import WEIGHT, ChunkedWeights
@@ -94,25 +92,10 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
                 transformers that scale their rows), which would be lost.
             ValueError: if its table is sharded already, or for ``pieces`` out of range.
         """
-        if not isinstance(embedding, nn.Embedding):
-            raise TypeError(
-                f"from_embedding takes an nn.Embedding, got {type(embedding).__name__}; make it "
-                f"before the model is wrapped"
-            )
-        if type(embedding).forward not in (nn.Embedding.forward, StreamedEmbedding.forward):
-            raise TypeError(
-                f"{type(embedding).__name__} has a forward of its own, which a StreamedEmbedding "
-                f"would not run; keep it as it is"
-            )
-        sizes = (embedding.num_embeddings, embedding.embedding_dim)
-        if held_shape(embedding.weight) != sizes:
-            raise ValueError(
-                f"the embedding's table has shape {tuple(held_shape(embedding.weight))}, not "
-                f"{sizes}: it is sharded. Make the streamed one of the plain model's, then shard "
-                f"that"
-            )
+        cls._check_source(embedding, nn.Embedding, "num_embeddings", "embedding_dim")
         made = cls(
-            *sizes,
+            embedding.num_embeddings,
+            embedding.embedding_dim,
             pieces=pieces,
             padding_idx=embedding.padding_idx,
             max_norm=embedding.max_norm,
@@ -166,7 +149,7 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
         if not isinstance(input, Tensor) or chunks.count == 1:  # no use in a loop of one chunk
             return None
         size = part_size(weights, input.numel()) if self.pieces is None else None
-        strategy: LookupStrategy = (
+        strategy = (
             GatherChunks(weights, chunks, loops)
             if size is None
             else ExchangeRows(weights, loops, *_divided(weights.group.collectives, size))
@@ -213,16 +196,12 @@ class EmbeddingCall:
 
     unit: FSDPState
     weights: ChunkedWeights
-    strategy: LookupStrategy
+    strategy: GatherChunks | ExchangeRows
     padding: int  # number of the row that gets no gradient, or -1
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Return rows [..., width] in the compute dtype, for row numbers [...]; NaN for numbers out
-        of range.
-
-        Raises:
-            ValueError: for numbers in host memory.
-        """
+        of range."""
         if not on_device(numbers):
             raise ValueError(
                 "StreamedEmbedding: the input is in host memory; move it to the XLA device"

@@ -6,8 +6,6 @@ Invariants: parameters, their names and state dicts are those of ``nn.Linear``; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,24 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xla_fsdp.distributed.context_parallel import mean_over_context
-from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.placement import placement_in
-from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device, refuse_changed
-from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.fsdp.engine.state import FSDPState
-from xla_fsdp.nn.chunked.head_loops import HeadConfig, NeededGrads, backward_loop, forward_loop
-from xla_fsdp.nn.chunked.hooks import (
-    ChunkedModule,
-    Compute,
-    compute_of,
-    end_backward,
-    pieces_problems,
-    shards_for_forward,
-    start_backward,
-)
-from xla_fsdp.nn.chunked.weights import BIAS, WEIGHT, ChunkedWeights
+from xla_fsdp.nn.chunked.head_loops import HeadCall
+from xla_fsdp.nn.chunked.hooks import ChunkedModule, Compute, compute_of, pieces_problems
+from xla_fsdp.nn.chunked.weights import ChunkedWeights
 from xla_fsdp.nn.forward_weight import weights_are_whole
-from xla_fsdp.xla.loop import LoopCache, TensorSpec
+from xla_fsdp.xla.loop import LoopCache
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -105,23 +92,8 @@ class LinearCrossEntropy(nn.Linear, ChunkedModule):
                 lost.
             ValueError: if its weight is sharded already, or for options out of range.
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(
-                f"from_linear takes an nn.Linear, got {type(linear).__name__}; make the head "
-                f"before the model is wrapped"
-            )
-        if type(linear).forward not in (nn.Linear.forward, LinearCrossEntropy.forward):
-            raise TypeError(
-                f"{type(linear).__name__} has a forward of its own, which a LinearCrossEntropy "
-                f"would not run; keep it as it is"
-            )
+        cls._check_source(linear, nn.Linear, "out_features", "in_features")
         sizes = (linear.in_features, linear.out_features, linear.bias is not None)
-        if held_shape(linear.weight) != (linear.out_features, linear.in_features):
-            raise ValueError(
-                f"the layer's weight has shape {tuple(held_shape(linear.weight))}, not "
-                f"{(linear.out_features, linear.in_features)}: it is sharded. Make the head of the "
-                f"plain model's layer, then shard the head"
-            )
         head = cls(*sizes, device="meta", dtype=linear.weight.dtype, **options)
         head.weight, head.bias = linear.weight, linear.bias
         return head.train(linear.training)
@@ -175,9 +147,8 @@ class LinearCrossEntropy(nn.Linear, ChunkedModule):
         dtype = torch.get_autocast_dtype("xla") if autocast else weights.dtype
         chunks = weights.cut(self.pieces, input.numel() // weights.width, dtype)
         keeps = not unit.settings.reshards_after_forward
-        config = HeadConfig(chunks, self.label_smoothing, dtype, keeps)
-        in_loop = chunks.count > 1 and not weights_are_whole()
-        return HeadCall(unit, weights, config, loops).losses if in_loop else None
+        call = HeadCall(unit, weights, loops, chunks, self.label_smoothing, dtype, keeps)
+        return call.losses if chunks.count > 1 and not weights_are_whole() else None
 
     def _losses(self, hidden: Tensor, goal: Tensor) -> Tensor:
         logits = super().forward(hidden).float()
@@ -228,154 +199,3 @@ def _check_options(smoothing: float, reduction: str, pieces: int | None) -> None
     problems += pieces_problems(pieces)
     if problems:
         raise ValueError("LinearCrossEntropy: " + "; ".join(problems))
-
-
-# ---------------------------------------------------------------- as a unit of its own
-
-
-@dataclass(frozen=True)
-class HeadCall:
-    """One forward of a head."""
-
-    unit: FSDPState
-    weights: ChunkedWeights
-    config: HeadConfig
-    loops: LoopCache
-
-    def losses(self, hidden: Tensor, goal: Tensor) -> Tensor:
-        """Return the loss of each row, [rows] float32.
-
-        Args:
-            hidden: hidden states, [rows, width].
-            goal: classes, [rows] int64.
-
-        Raises:
-            ValueError: for inputs in host memory, or if hidden states and weight differ in dtype.
-        """
-        if torch.is_autocast_enabled("xla"):
-            hidden = hidden.to(self.config.dtype)
-        self._check(hidden, goal)
-        targets, shards = goal.to(torch.int32), self.unit.group.shards
-        if torch.is_grad_enabled() and any(each.requires_grad for each in (hidden, *shards)):
-            return _Losses.apply(self, hidden, targets, *shards)
-        alone = replace(self, config=replace(self.config, keeps_chunks=False))
-        return alone.forward(hidden, targets)[0]
-
-    def _check(self, hidden: Tensor, goal: Tensor) -> None:
-        dtype = self.config.dtype
-        problems = [
-            f"the {what} is in host memory; move it to the XLA device"
-            for what, tensor in (("input", hidden), ("target", goal))
-            if not on_device(tensor)
-        ]
-        if hidden.dtype != dtype:
-            problems.append(
-                f"the input is {hidden.dtype}, and the weight is gathered as {dtype}; cast the "
-                f"input, or give the unit a compute_dtype"
-            )
-        if problems:
-            raise ValueError("LinearCrossEntropy: " + "; ".join(problems))
-
-    def forward(
-        self, hidden: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return losses and norms, [rows] float32 each, the last gathered chunk (all of them if
-        ``config.keeps_chunks``), and the bias in chunks."""
-        weights, config = self.weights, self.config
-        with torch.no_grad():
-            shards = shards_for_forward(self.unit, [hidden])
-            numbers = config.chunks.numbers(shards[0].device)
-            bias = weights.bias(shards, config.chunks)
-            xs = [weights.sent(shards, config.chunks), numbers, *bias]
-            loop = self.loops.get(
-                ("forward", config, TensorSpec.of(hidden), TensorSpec.of(targets)),
-                lambda: forward_loop(config, weights, xs, hidden, targets),
-            )
-            cross_entropy = config.cross_entropy(targets)
-            start, first = cross_entropy.no_sums(), weights.gather(xs[0][0])
-            results = loop.run([*start, first, *xs, hidden, targets], None)
-            losses, norm = cross_entropy.losses(results[: len(start)])
-            self.unit.schedule.after_loop([losses])
-        return losses, norm, results[-1], bias
-
-    def backward(
-        self, saved: Sequence[Tensor], share: Tensor, *, needs_hidden: bool
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return gradients of the hidden states and of the unit's shards.
-
-        Args:
-            saved: hidden states, targets and the results of ``forward`` except losses.
-            share: gradient of the losses, [rows].
-            needs_hidden: whether hidden states need a gradient.
-        """
-        weights, config = self.weights, self.config
-        share, *shards = start_backward(self.unit, share, *self.unit.group.shards)
-        hidden, targets, norm, gathered, *bias = saved
-        numbers = config.chunks.numbers(shards[0].device)
-        sent = gathered if config.keeps_chunks else weights.sent(shards, config.chunks)
-        first = [] if config.keeps_chunks else [gathered]
-        xs, constants = [sent, numbers, *bias], [hidden, targets, norm, share]
-        needed = NeededGrads(
-            needs_hidden, weights.trains(WEIGHT), weights.trains(BIAS), self.unit.reduces_plainly
-        )
-        predivide = self.unit.group.reduction.predivide  # a constant of the program
-        loop = self.loops.get(
-            ("backward", config, needed, predivide, *map(TensorSpec.of, constants)),
-            lambda: backward_loop(config, weights, needed, xs, constants),
-        )
-        start = [torch.zeros_like(hidden, dtype=torch.float32)] if needs_hidden else []
-        results = iter(loop.run([*first, *start, *xs, *constants], None)[len(first) :])
-        of_hidden = next(results) if needs_hidden else None
-        of_weight = next(results) if needed.weight else None
-        of_bias = next(results) if needed.bias else None
-        of_shards = self._shard_grads(of_weight, of_bias, reduced=needed.reduced)
-        end_backward(self.unit, of_hidden, of_shards)
-        return None if of_hidden is None else of_hidden.to(hidden.dtype), of_shards
-
-    def _shard_grads(
-        self, weight: Tensor | None, bias: Tensor | None, *, reduced: bool
-    ) -> list[Tensor | None]:
-        """Return the gradients of the unit's shards.
-
-        Args:
-            weight: [chunks, rows, width] if ``reduced``, else [chunks, ranks * rows, width].
-            bias: not reduced, [chunks, ranks * rows].
-            reduced: whether the loop has reduced the gradient of the weight.
-        """
-        weights, chunks = self.weights, self.config.chunks
-        unsharded: dict[str, Tensor] = {}
-        if bias is not None:
-            unsharded[BIAS] = weights.in_order(bias, chunks).to(weights.dtype)
-        if reduced:
-            return weights.finished(weight, unsharded.get(BIAS))
-        if weight is not None:
-            unsharded[WEIGHT] = weights.in_order(weight, chunks)
-        return weights.reduce_by_unit(self.unit, unsharded)
-
-
-class _Losses(torch.autograd.Function):
-    """Map (hidden states, targets, shards) to losses."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: HeadCall, hidden: Tensor, targets: Tensor, *shards: Tensor
-    ) -> Tensor:
-        losses, norm, gathered, bias = call.forward(hidden, targets)
-        ctx.call, ctx.versions = call, call.unit.group.versions
-        ctx.save_for_backward(hidden, targets, norm, gathered, *bias)
-        mark_constants(ctx, [losses], [True])
-        return losses
-
-    @staticmethod
-    @differentiable_once(
-        "LinearCrossEntropy computes its loss in a loop, whose backward is a program without a "
-        "graph. Use nn.Linear and F.cross_entropy in its place"
-    )
-    def backward(ctx: Any, share: Tensor | None) -> tuple[Tensor | None, ...]:
-        if share is None:
-            return (None,) * len(ctx.needs_input_grad)
-        refuse_changed(ctx.versions, ctx.call.unit.group.versions)
-        hidden, shards = ctx.call.backward(
-            ctx.saved_tensors, share, needs_hidden=ctx.needs_input_grad[1]
-        )
-        return (None, hidden, None, *shards)

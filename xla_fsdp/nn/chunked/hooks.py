@@ -6,10 +6,8 @@ rows is replaced.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.inputs import Inputs
 from xla_fsdp.fsdp.engine.module_state import ForwardOverride
+from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.nn.activation_checkpoint import regions_run_once
 from xla_fsdp.nn.chunked.weights import why_whole
@@ -36,9 +35,38 @@ class ChunkedModule:
     """
 
     pieces: int | None
+    forward: Callable[..., Any]
 
     _fsdp_unsharded = ""  # for warnings: what a unit of it holds if it does not run in chunks
     _fsdp_without_reshard = ""  # for warnings: what reshard_after_forward=False does
+
+    @classmethod
+    def _check_source(cls, layer: Any, plain: type[nn.Module], *sizes: str) -> None:
+        """Refuse a layer whose parameters one of this class cannot take over.
+
+        Args:
+            layer: the layer.
+            plain: torch's class of such layers.
+            sizes: attributes of the layer that are the shape of its weight.
+        """
+        own = type(layer)
+        if not isinstance(layer, plain):
+            raise TypeError(
+                f"from_{plain.__name__.lower()} takes an nn.{plain.__name__}, got {own.__name__}; "
+                f"make a {cls.__name__} before the model is wrapped"
+            )
+        if own.forward not in (plain.forward, cls.forward):
+            raise TypeError(
+                f"{own.__name__} has a forward of its own, which a {cls.__name__} would not run; "
+                f"keep it as it is"
+            )
+        weight: Any = layer.weight
+        found, expected = tuple(held_shape(weight)), tuple(getattr(layer, each) for each in sizes)
+        if found != expected:
+            raise ValueError(
+                f"the layer's weight has shape {found}, not {expected}: it is sharded. Make a "
+                f"{cls.__name__} of the plain model's layer, then shard that"
+            )
 
     def _fsdp_forward_override(self, unit: FSDPState) -> ForwardOverride | None:
         """Return the override that runs this module, the only one of ``unit``, in chunks; None if
@@ -79,25 +107,15 @@ def pieces_problems(pieces: Any) -> list[str]:
     return [f"pieces is {pieces!r}; expected a number from 1, or None"]
 
 
-# The function that replaces another one in the forward of the module that is running. As an
-# argument of the forward, hooks would see it. A context variable, as a CPU rank is a thread.
-_replaced: ContextVar[tuple[nn.Module, Compute] | None] = ContextVar("_replaced", default=None)
-
-
-@contextlib.contextmanager
-def _computing_by(module: nn.Module, compute: Compute) -> Iterator[None]:
-    token = _replaced.set((module, compute))
-    try:
-        yield
-    finally:
-        _replaced.reset(token)
+_COMPUTE = "_fsdp_compute"
+"""Attribute of a module whose forward runs in chunks. As an argument, hooks would see it."""
 
 
 def compute_of(module: nn.Module, default: Compute) -> Compute:
     """Return the function that replaces ``default`` in the running forward of ``module``, if any;
     else ``default``."""
-    replaced = _replaced.get()
-    return replaced[1] if replaced is not None and replaced[0] is module else default
+    found: Compute = vars(module).get(_COMPUTE, default)
+    return found
 
 
 class ChunkedForward:
@@ -118,9 +136,12 @@ class ChunkedForward:
         unit.refuse_run()
         unit.reshard()
         inputs = Inputs(args, kwargs)
-        # checkpoint_module has nothing to recompute, as no activations are saved.
-        with regions_run_once(), _computing_by(module, compute):
-            outputs = inputs.call(forward, [unit.cast_input(t) for t in inputs.sources])
+        vars(module)[_COMPUTE] = compute
+        try:
+            with regions_run_once():  # nothing to recompute, as no activations are saved
+                outputs = inputs.call(forward, [unit.cast_input(t) for t in inputs.sources])
+        finally:
+            del vars(module)[_COMPUTE]
         unit.schedule.end_forward(of_root=False)
         return outputs.replaced(outputs.tensors, unit.cast_output)
 

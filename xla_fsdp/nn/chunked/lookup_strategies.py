@@ -5,6 +5,10 @@ up the rows that other ranks ask for in its own shard, or in a part of the table
 and the found rows are sent; this takes memory for the part, for the rows, and for the gradients of
 both in float32.
 
+Both map, by ``rows``, shards and row numbers, [n] int32, to rows [n, width] in the compute dtype,
+undefined for -1; and by ``sums`` row numbers and gradients of these rows, [n, width], to that of
+this rank's shard in the reduce dtype, summed over the ranks and divided by ``predivide``.
+
 Source: the row-wise sharding of embeddings in recommendation models (Ivchenko et al., TorchRec: a
 PyTorch Domain Library for Recommendation Systems, RecSys 2022).
 """
@@ -12,7 +16,6 @@ PyTorch Domain Library for Recommendation Systems, RecSys 2022).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,20 +27,7 @@ from xla_fsdp.nn.chunked.chunks import Chunks
 from xla_fsdp.nn.chunked.weights import ChunkedWeights
 from xla_fsdp.nn.embedding_grad import sum_rows
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.loop import Loop, LoopCache, TensorSpec, trace_body
-
-
-class LookupStrategy(Protocol):
-    """Looks up rows. ``numbers``, [n] int32, are the rows that this rank asks for; -1 for none."""
-
-    def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
-        """Return the rows, [n, width] in the compute dtype; rows for -1 are undefined."""
-        ...
-
-    def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of this rank's shard in the reduce dtype, summed over the ranks and
-        divided by ``predivide``, from the gradients of the rows, [n, width]."""
-        ...
+from xla_fsdp.xla.loop import LoopCache, TensorSpec, traced_loop
 
 
 @dataclass(frozen=True)
@@ -50,43 +40,38 @@ class GatherChunks:
     loops: LoopCache
 
     def rows(self, shards: list[Tensor], numbers: Tensor) -> Tensor:
-        sent = self.weights.sent(shards, self.chunks)
-        start = torch.zeros(len(numbers), sent.shape[-1], dtype=sent.dtype, device=sent.device)
-        key = ("rows", self.chunks, TensorSpec.of(numbers), sent.dtype)
-        loop = self.loops.get(key, lambda: self._rows_loop(start, sent, numbers))
-        [found] = loop.run([start, sent, self.chunks.numbers(sent.device), numbers], None)
-        return found
-
-    def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
-        predivide = self.weights.group.reduction.predivide  # a constant of the program
-        specs = (TensorSpec.of(numbers), TensorSpec.of(grad), self.weights.dtype)
-        key = ("sums", self.chunks, predivide, *specs)
-        loop = self.loops.get(key, lambda: self._sums_loop(numbers, grad))
-        [found] = loop.run([self.chunks.numbers(grad.device), numbers, grad], None)
-        return found
-
-    def _rows_loop(self, start: Tensor, sent: Tensor, numbers: Tensor) -> Loop:
         def body(values: list[Tensor]) -> list[Tensor]:
             found, sent, number, wanted = values
             chunk = self.weights.gather(sent)
             row, is_here = self.chunks.locate(wanted, number)
             return [torch.where(is_here[:, None], chunk[row], found)]
 
-        number = TensorSpec((1,), torch.int32)
-        specs = [TensorSpec.of(start), TensorSpec.slice_of(sent), number, TensorSpec.of(numbers)]
-        return Loop(trace_body(body, specs, "fsdp_embedding_rows"), self.chunks.count, 1, 2)
+        sent = self.weights.sent(shards, self.chunks)
+        start = torch.zeros(len(numbers), sent.shape[-1], dtype=sent.dtype, device=sent.device)
+        xs, name = [sent, self.chunks.numbers(sent.device)], "fsdp_embedding_rows"
+        loop = self.loops.get(
+            ("rows", self.chunks, TensorSpec.of(numbers), sent.dtype),
+            lambda: traced_loop(body, name, self.chunks.count, [start], xs, [numbers]),
+        )
+        [found] = loop.run([start, *xs, numbers], None)
+        return found
 
-    def _sums_loop(self, numbers: Tensor, grad: Tensor) -> Loop:
-        num_rows = self.weights.num_ranks * self.chunks.rows
-
+    def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
         def body(values: list[Tensor]) -> list[Tensor]:
             number, wanted, grad = values
             row, is_here = self.chunks.locate(wanted, number)
-            found = sum_rows(num_rows, row, is_here, grad)
+            found = sum_rows(self.weights.num_ranks * self.chunks.rows, row, is_here, grad)
             return [self.weights.reduce(found.to(self.weights.dtype))]
 
-        specs = [TensorSpec((1,), torch.int32), TensorSpec.of(numbers), TensorSpec.of(grad)]
-        return Loop(trace_body(body, specs, "fsdp_embedding_sums"), self.chunks.count, 0, 1)
+        predivide = self.weights.group.reduction.predivide  # a constant of the program
+        specs = (TensorSpec.of(numbers), TensorSpec.of(grad), self.weights.dtype)
+        xs, given, name = [self.chunks.numbers(grad.device)], [numbers, grad], "fsdp_embedding_sums"
+        loop = self.loops.get(
+            ("sums", self.chunks, predivide, *specs),
+            lambda: traced_loop(body, name, self.chunks.count, [], xs, given),
+        )
+        [found] = loop.run([*xs, *given], None)
+        return found
 
 
 @dataclass(frozen=True)

@@ -40,14 +40,9 @@ class OnlineCrossEntropy:
         return [start + lowest, *(start.clone() for _ in range(self.num_sums - 1))]
 
     def sums(self, so_far: Sequence[Tensor], logits: Tensor, classes: Tensor) -> list[Tensor]:
-        """Add a chunk to the sums: the maximum logit, the sum of exponentials relative to that, the
-        target's logit, and with smoothing the sum of logits.
-
-        Args:
-            so_far: sums of the previous chunks, [rows] float32 each.
-            logits: [rows, classes of this chunk] float32.
-            classes: [classes of this chunk] int32, ``NO_CLASS`` for padding.
-        """
+        """Add a chunk of logits, [rows, classes] float32, to the sums, [rows] each: the maximum
+        logit, the sum of exponentials relative to that, the target's logit, and with smoothing the
+        sum of logits. ``classes`` are int32, ``NO_CLASS`` for padding."""
         top, total, of_target, *of_all = so_far
         known = logits.masked_fill((classes == NO_CLASS)[None, :], float("-inf"))
         new_top = torch.maximum(top, known.amax(1))

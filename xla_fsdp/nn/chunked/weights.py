@@ -133,13 +133,8 @@ class ChunkedWeights:
         return unit.reduce_grads([grads.get(name) for name in self._numbers])
 
     def finished(self, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
-        """Return the gradients of the shards.
-
-        Args:
-            weight: reduced gradient of the weight, [..., width]: the rows of this rank's shard,
-                then padding.
-            bias: unsharded gradient of the bias, [classes].
-        """
+        """Return the gradients of the shards from that of the weight, reduced, [..., width], this
+        rank's rows, then padding; and that of the bias, unsharded, [classes]."""
         reduction, sums = self.group.reduction, dict[int, Tensor]()
         if weight is not None:
             sums[self._numbers[WEIGHT]] = weight.reshape(-1, self.width)[: self.shard_rows]

@@ -48,10 +48,11 @@ def grouped_linear(
     if problem := _problem(rows, weight, routes, bias, transposed):
         raise ValueError(problem)
     implementation = _implementation(rows) if routes.each is None else BATCHED
-    pairs = None
+    pairs: Pairs | None = None
     if routes.joined is not None:
         if id(given) not in routes.joined:  # its cast is another tensor in each round
-            routes.joined[id(given)] = (given, *_joined(weight))
+            pairs = {}
+            routes.joined[id(given)] = (given, _Joined.apply(weight, pairs), pairs)
         _, weight, pairs = routes.joined[id(given)]
     how = (implementation, transposed, routes.total)
     result: Tensor = _Product.apply(
@@ -101,11 +102,6 @@ class _Product(torch.autograd.Function):
             else:
                 ctx.pairs[id(ctx)] = left, right
         return None, None, None, of_rows, of_weight, None, None, None
-
-
-def _joined(weight: Tensor) -> tuple[Tensor, Pairs]:
-    pairs: Pairs = {}
-    return _Joined.apply(weight, pairs), pairs
 
 
 class _Joined(torch.autograd.Function):

@@ -108,9 +108,7 @@ class Routes(NamedTuple):
         """Return the row of each pair, [rows, width], out of ``tokens``, [tokens, width]; zeros in
         rows of none. ValueError if there are not as many tokens as have been routed."""
         self._check("tokens", tokens, (self.num_tokens, tokens.shape[-1]))
-        gaps = self.each is not None
-        result: Tensor = _Taken.apply(tokens, self.order, self.places, self.choices, gaps)
-        return result
+        return self._moved(tokens, self.choices, sums=False)
 
     def weights_of_rows(self, weights: Tensor) -> Tensor:
         """Return the weight of each row's pair, [rows, 1], out of those of all pairs, [tokens,
@@ -118,17 +116,18 @@ class Routes(NamedTuple):
         self._check("weights", weights, (self.num_tokens, self.choices))
         if self.kept is not None:
             weights = torch.where(self.kept, weights, 0.0)
-        pairs, gaps = weights.t().reshape(-1, 1), self.each is not None
-        result: Tensor = _Taken.apply(pairs, self.order, self.places, 1, gaps)
-        return result
+        return self._moved(weights.t().reshape(-1, 1), 1, sums=False)
 
     def combine(self, rows: Tensor) -> Tensor:
         """Return the sum of each token's rows: [tokens, width] of [rows, width], in their dtype.
         ValueError if the shape does not fit."""
         self._check("rows", rows, (len(self.order), rows.shape[-1]))
-        gaps = self.each is not None
-        result: Tensor = _Summed.apply(rows, self.places, self.order, self.choices, gaps)
-        return result
+        return self._moved(rows, self.choices, sums=True)
+
+    def _moved(self, rows: Tensor, copies: int, *, sums: bool) -> Tensor:
+        index, inverse = (self.places, self.order) if sums else (self.order, self.places)
+        found: Tensor = _Moved.apply(rows, index, inverse, copies, self.each is not None, sums)
+        return found
 
     def rows_of_experts(self, values: Tensor) -> Tensor:
         """Return for each row what its expert has: [rows, width] out of [experts, width]."""
@@ -146,8 +145,9 @@ def check_capacity(capacity: float | None) -> None:
         raise ValueError(f"capacity is {capacity!r}; give a number above 0, or None for no limit")
 
 
-class _Taken(torch.autograd.Function):
-    """Rows of a tensor of which each is taken ``copies`` times.
+class _Moved(torch.autograd.Function):
+    """Rows of a tensor of which each is taken ``copies`` times; or ``sums`` of so many rows. One is
+    the gradient of the other.
 
     Row i is row ``index[i]`` of the copies, one after the other; ``inverse`` is the inverse
     permutation, by which backward takes rows of the gradient, where autograd's own adds them up one
@@ -155,38 +155,22 @@ class _Taken(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(rows: Tensor, index: Tensor, inverse: Tensor, copies: int, gaps: bool) -> Tensor:
-        return _take(rows, index, gaps)
+    def forward(
+        rows: Tensor, index: Tensor, inverse: Tensor, copies: int, gaps: bool, sums: bool
+    ) -> Tensor:
+        return _sum(rows, index, copies, gaps) if sums else _take(rows, index, gaps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, inverse, ctx.copies, ctx.gaps = inputs
+        _, _, inverse, *ctx.how = inputs
         ctx.save_for_backward(inverse)
 
     @staticmethod
     @differentiable_once(ONCE)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        [inverse] = ctx.saved_tensors
-        return _sum(grad, inverse, ctx.copies, ctx.gaps), None, None, None, None
-
-
-class _Summed(torch.autograd.Function):
-    """Sums of as many rows as there are copies: the inverse of ``_Taken``."""
-
-    @staticmethod
-    def forward(rows: Tensor, index: Tensor, inverse: Tensor, copies: int, gaps: bool) -> Tensor:
-        return _sum(rows, index, copies, gaps)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, inverse, _, ctx.gaps = inputs
-        ctx.save_for_backward(inverse)
-
-    @staticmethod
-    @differentiable_once(ONCE)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        [inverse] = ctx.saved_tensors
-        return _take(grad, inverse, ctx.gaps), None, None, None, None
+        [inverse], (copies, gaps, sums) = ctx.saved_tensors, ctx.how
+        found = _take(grad, inverse, gaps) if sums else _sum(grad, inverse, copies, gaps)
+        return found, None, None, None, None, None
 
 
 def _take(rows: Tensor, index: Tensor, gaps: bool) -> Tensor:

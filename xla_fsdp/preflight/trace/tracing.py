@@ -312,7 +312,7 @@ class _ForwardFlops(FlopCounterMode):
 def _count_flops(step: Step) -> int:
     """Return the FLOPs of a step, three times the forward: backward has two products for each."""
     # Unrolled, and attention and experts without their kernels: products in these are not counted.
-    attend = mock.patch.object(splash, "SPLASH", splash.COUNTED)
+    attend = mock.patch.object(splash, "SPLASH", splash.Counted())
     mix = mock.patch.object(megablox, "MEGABLOX", megablox.COUNTED)
     counter = _ForwardFlops(display=False)
     with attend, mix, blocks_one_by_one(), with_whole_weights(), counter:

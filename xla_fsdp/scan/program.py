@@ -262,7 +262,8 @@ def backward_program(
             large = weights.large if reduces else []
             params, following = _gathered(blocks, own, following, at, at - 1, values[0])
             leaves = position.as_leaves(params)
-            late = LateProducts({n: leaves[n] for n in weights.reduced_as_products(large)})
+            as_products = weights.reduced_as_products(large)
+            late = LateProducts({param: leaves[n] for param, n in as_products.items()})
             _seed_own_numbers(blocks, at)
             with scope(weights.name, "backward"):
                 grad, grads, other_grads = _differentiate(

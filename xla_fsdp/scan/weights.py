@@ -125,12 +125,12 @@ class BlockWeights:
         with self._of_all_blocks():
             return self.group.gather.unshard_sent(self._params(params), ready)
 
-    def reduced_as_products(self, params: Sequence[int]) -> list[int]:
-        """Return the originals of those parameters whose gradients ``reduce`` takes as products:
-        stacks of large matrices, sharded by rows of these, which any columns of can be reduced; and
-        ``matrices``."""
-        stacks = [at for at in params if _num_pieces(self.group.params[at])]
-        return self.originals([*stacks, *(at for at in params if at in self.matrices)])
+    def reduced_as_products(self, params: Sequence[int]) -> dict[int, int]:
+        """Return those parameters whose gradients ``reduce`` takes as products, with their only
+        originals: stacks of large matrices, sharded by rows of these, which any columns of can be
+        reduced; and ``matrices``."""
+        found = [at for at in params if at in self.matrices or _num_pieces(self.group.params[at])]
+        return dict(zip(found, self.originals(found), strict=True))
 
     def reduce(
         self,
@@ -145,28 +145,21 @@ class BlockWeights:
         Args:
             params: whose gradients are reduced.
             grads: by original.
-            products: to add to them, of originals that ``reduced_as_products`` names.
+            products: to add to them, of parameters that ``reduced_as_products`` names.
             of_input: the gradient of the block's input.
         """
         reduction = self.group.reduction
         found: dict[int, Tensor] = {}
-        by_param = {
-            at: summands
-            for original, summands in products.items()
-            for at, own in self._originals.items()
-            if original in own
-        }
         with self._of_all_blocks():
             for run in self._runs(params):
                 found.update(reduction.unpack(reduction.scatter(grads, run, self._rings)))
-            totals = self._reduce_stacks(
-                {n: p for n, p in by_param.items() if n not in self.matrices}
-            )
-            for at, summands in by_param.items():
+            stacks = {at: each for at, each in products.items() if at not in self.matrices}
+            totals = self._reduce_stacks(stacks)
+            for at, summands in products.items():
                 if at in self.matrices:
                     totals[at] = self._reduce_matrix(at, summands, of_input)
-            for at, total in totals.items():
-                found[at] = found[at] + total if at in found else total
+        for at, total in totals.items():
+            found[at] = found[at] + total if at in found else total
         return found
 
     def _reduce_stacks(self, products: Mapping[int, Sequence[Product]]) -> dict[int, Tensor]:
@@ -186,19 +179,16 @@ class BlockWeights:
         return found
 
     def _reduce_matrix(self, at: int, summands: Sequence[Product], of_input: Tensor) -> Tensor:
-        left, right = (
-            torch.cat(side) for side in zip(*(each[:2] for each in summands), strict=True)
-        )
-        if at in self.prefetched:
-            # Used first, it is differentiated last. Products of others' gradients do not wait.
+        sides = zip(*(each[:2] for each in summands), strict=True)
+        left, right = (torch.cat(side) for side in sides)
+        if at in self.prefetched:  # used first, it is differentiated last
             [right] = ops.with_data_dependency([_corner(of_input)], [right])
         if self.matrices[at] < PART_ROWS:
             return self._reduce_piece(at, left.t() @ right)
-        param = self.group.params[at]
-        padded = F.pad(
-            left, (0, param.packing.layout.num_shards * param.packing.sent_shape[0] - left.shape[1])
-        )
-        return self._rings.reduce_scatter_product(padded, right, self.group.reduction.to_sum)
+        packing = self.group.params[at].packing
+        padded_rows = packing.layout.num_shards * packing.sent_shape[0]
+        by_rank = F.pad(left, (0, padded_rows - left.shape[1]))
+        return self._rings.reduce_scatter_product(by_rank, right, self.group.reduction.to_sum)
 
     def _reduce_piece(self, number: int, piece: Tensor) -> Tensor:
         """Reduce some columns of the gradient of a stack, [matrices, rows, columns], or of a matrix

@@ -65,7 +65,7 @@ def reduced_together(*rows: int) -> list[list[int]]:
 
     weights.group.reduction = SimpleNamespace(scatter=scatter, unpack=dict)  # type: ignore
     grads = {at: torch.full((), at) for at in range(len(rows))}
-    assert weights.reduce(list(grads), grads, {}) == grads
+    assert weights.reduce(list(grads), grads, {}, torch.empty(0)) == grads
     return found
 
 

@@ -93,6 +93,11 @@ class Collectives(ABC):
         of the mesh, ranks that hold the same experts."""
         return self
 
+    @property
+    def ring_size(self) -> int:
+        """Into how many parts ``reduce_scatter_product`` cuts a large product."""
+        return 1
+
     def in_rings(self) -> Collectives:
         """Return collectives whose reductions can overlap with what a loop's body computes.
 
@@ -217,6 +222,10 @@ class RingCollectives(XlaCollectives):
         """``ring_order`` on the device, by step."""
         return {}
 
+    @property
+    def ring_size(self) -> int:
+        return len(self._steps[0][0])
+
     def reduce_scatter(self, gathered: Tensor, finish: Finish = _as_it_is) -> Tensor:
         width = gathered.shape[-1]
         if not self._is_large(gathered, 0):
@@ -229,7 +238,7 @@ class RingCollectives(XlaCollectives):
         return self._around(summand, width)
 
     def reduce_scatter_product(self, left: Tensor, right: Tensor, finish: Finish) -> Tensor:
-        size, width = len(self._steps[0][0]), right.shape[-1]
+        size, width = self.ring_size, right.shape[-1]
         if left.shape[-1] * width < RING:
             return super().reduce_scatter_product(left, right, finish)
         columns = left.reshape(len(left), size, -1)

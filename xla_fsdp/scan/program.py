@@ -32,7 +32,7 @@ from torch import Tensor
 
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import current_pass, scope
-from xla_fsdp.nn.experts.late_products import LateProducts, computing_late
+from xla_fsdp.nn.late_products import LateProducts, computing_late, leave_linear
 from xla_fsdp.nn.remat_policy import ActivationStore, Recorded, RematPolicy, Replay
 from xla_fsdp.scan.tracing import Template, split
 from xla_fsdp.scan.weights import BlockShards, BlockWeights
@@ -123,7 +123,10 @@ class Position:
     def as_leaves(self, params: list[Tensor]) -> list[Tensor]:
         """Copy parameters to new autograd leaves; frozen ones need no gradient."""
         pairs = zip(params, self.template.trained, strict=True)
-        return [each.clone().requires_grad_(need) for each, need in pairs]
+        leaves = [each.clone().requires_grad_(need) for each, need in pairs]
+        for matrix in self.weights.originals(list(self.weights.matrices)):
+            leave_linear(leaves[matrix])
+        return leaves
 
 
 @dataclass(frozen=True)
@@ -259,18 +262,19 @@ def backward_program(
             large = weights.large if reduces else []
             params, following = _gathered(blocks, own, following, at, at - 1, values[0])
             leaves = position.as_leaves(params)
-            late = LateProducts({n: leaves[n] for n in weights.reduced_in_pieces(large)})
+            as_products = weights.reduced_as_products(large)
+            late = LateProducts({param: leaves[n] for param, n in as_products.items()})
             _seed_own_numbers(blocks, at)
-            with scope(weights.name, "backward"), computing_late(late):
+            with scope(weights.name, "backward"):
                 grad, grads, other_grads = _differentiate(
-                    position, forward.replays[at], own, at, x, leaves, saved, needs, grad
+                    position, forward.replays[at], own, at, x, leaves, late, saved, needs, grad
                 )
             if collected[at]:
                 grad = grad + next(of_inputs)
             asked = [wanted[each] for each in position.others if needs[each]]
             for index, each in zip(asked, other_grads, strict=True):
                 sums[index] = sums[index] if each is None else sums[index] + each
-            totals = weights.reduce(large, grads, late.handed_out())
+            totals = weights.reduce(large, grads, late.handed_out(), grad)
             reduced.update(((at, n), each) for n, each in totals.items())
             done = weights.originals(large)
             left.update(((at, n), each) for n, each in grads.items() if n not in done)
@@ -312,21 +316,24 @@ def _differentiate(
     at: int,
     x: Tensor,
     params: list[Tensor],
+    late: LateProducts,
     saved: list[Tensor],
     needs: Sequence[bool],
     grad: Tensor,
 ) -> tuple[Tensor, dict[int, Tensor], list[Tensor | None]]:
     """Recompute the block at position ``at`` with unsharded ``params``, leaves of autograd, and
-    ``saved`` activations; return the gradients of x, of the parameters by original, and of its
-    other arguments that need one."""
+    ``saved`` activations; return the gradients of x, of the parameters by original (but for what
+    ``late`` takes), and of its other arguments that need one."""
     own, others = inputs.blocks[at], [inputs.others[each] for each in position.others]
     need = [needs[each] for each in position.others]
     with torch.enable_grad():
         x = x.clone().requires_grad_()
         others = _requiring_grad(others, need)
-        y = replay(
-            lambda: position.run(list(params), own, x, others), position.template.module, saved
-        )
+        with computing_late(late):
+            y = replay(
+                lambda: position.run(list(params), own, x, others), position.template.module, saved
+            )
+        late.start_with(y)
         trained = {at: each for at, each in enumerate(params) if each.requires_grad}
         asked = [each for each, wanted in zip(others, need, strict=True) if wanted]
         leaves = [x, *trained.values(), *asked]

@@ -23,7 +23,7 @@ from xla_fsdp.distributed.packing import narrowed, shaped
 from xla_fsdp.distributed.shard_layout import LANES, ROWS
 from xla_fsdp.fsdp.engine.param import FSDPParam, held_shape, note_grads
 from xla_fsdp.fsdp.engine.param_group import FSDPParamGroup
-from xla_fsdp.nn.experts.late_products import Product
+from xla_fsdp.nn.late_products import Product
 from xla_fsdp.xla import ops
 
 TOGETHER = 2**22
@@ -34,6 +34,10 @@ IN_PIECES = 2**25
 """Elements from which on the gradient of a stack of matrices is made and reduced in pieces."""
 
 MOST_PIECES = 4
+
+PART_ROWS = 2**10
+"""Rows from which on a part of a matrix's gradient, of those that one rank of a ring sums up, is a
+product of its own. Smaller ones read their other side too often."""
 
 IN_FLIGHT = 3
 """Pieces that are there at a time: with two, rings of the first are waited for."""
@@ -71,6 +75,24 @@ class BlockWeights:
             )
         }
 
+    @functools.cached_property
+    def matrices(self) -> dict[int, int]:
+        """Large matrices, sharded by rows and reduced alone, whose gradients are taken as products:
+        how many rows of one each rank of a ring sums up, by parameter."""
+        found = {at: self._rows_of_a_part(param) for at, param in enumerate(self.group.params)}
+        return {
+            at: rows
+            for at, rows in found.items()
+            if at in self.large and (rows >= PART_ROWS or (rows and at in self.prefetched))
+        }
+
+    def _rows_of_a_part(self, param: FSDPParam) -> int:
+        packing, shape = param.packing, param.packing.shapes[0]
+        in_rows = len(shape) == 2 and not packing.dim and packing.sent_shape[1:] == shape[1:]
+        if not in_rows or param.is_expert or packing.layout.numel < TOGETHER:
+            return 0
+        return packing.layout.num_shards * packing.sent_shape[0] // self._rings.ring_size
+
     def originals(self, params: Sequence[int]) -> list[int]:
         """Return the indices of the originals that these parameters hold."""
         return [original for at in params for original in self._originals[at]]
@@ -103,16 +125,19 @@ class BlockWeights:
         with self._of_all_blocks():
             return self.group.gather.unshard_sent(self._params(params), ready)
 
-    def reduced_in_pieces(self, params: Sequence[int]) -> list[int]:
-        """Return the originals of those parameters whose gradients ``reduce`` takes as products:
-        stacks of large matrices, sharded by rows of these, which any columns of can be reduced."""
-        return self.originals([at for at in params if _num_pieces(self.group.params[at])])
+    def reduced_as_products(self, params: Sequence[int]) -> dict[int, int]:
+        """Return those parameters whose gradients ``reduce`` takes as products, with their only
+        originals: stacks of large matrices, sharded by rows of these, which any columns of can be
+        reduced; and ``matrices``."""
+        found = [at for at in params if at in self.matrices or _num_pieces(self.group.params[at])]
+        return dict(zip(found, self.originals(found), strict=True))
 
     def reduce(
         self,
         params: Sequence[int],
         grads: Mapping[int, Tensor],
         products: Mapping[int, Sequence[Product]],
+        of_input: Tensor,
     ) -> dict[int, Tensor]:
         """Reduce-scatter unsharded gradients of one block, by original; return the sums by
         parameter, without parameters that have no gradient.
@@ -120,25 +145,30 @@ class BlockWeights:
         Args:
             params: whose gradients are reduced.
             grads: by original.
-            products: to add to them, of originals that ``reduced_in_pieces`` names.
+            products: to add to them, of parameters that ``reduced_as_products`` names.
+            of_input: the gradient of the block's input.
         """
         reduction = self.group.reduction
         found: dict[int, Tensor] = {}
         with self._of_all_blocks():
             for run in self._runs(params):
                 found.update(reduction.unpack(reduction.scatter(grads, run, self._rings)))
-            for at, total in self._reduce_products(products).items():
-                found[at] = found[at] + total if at in found else total
+            stacks = {at: each for at, each in products.items() if at not in self.matrices}
+            totals = self._reduce_stacks(stacks)
+            for at, summands in products.items():
+                if at in self.matrices:
+                    totals[at] = self._reduce_matrix(at, summands, of_input)
+        for at, total in totals.items():
+            found[at] = found[at] + total if at in found else total
         return found
 
-    def _reduce_products(self, products: Mapping[int, Sequence[Product]]) -> dict[int, Tensor]:
+    def _reduce_stacks(self, products: Mapping[int, Sequence[Product]]) -> dict[int, Tensor]:
         results = [each.of_rows for summands in products.values() for each in summands]
         # Behind the last of them no weight is needed. A corner, as reading all takes time.
-        differentiated = [each[:ROWS, :LANES] for each in results if each is not None]
+        differentiated = [_corner(each) for each in results if each is not None]
         pieces: list[Tensor] = []
         found: dict[int, Tensor] = {}
-        for original, summands in products.items():
-            [at] = (at for at, own in self._originals.items() if original in own)
+        for at, summands in products.items():
             columns = summands[0].right.shape[1] // _num_pieces(self.group.params[at])
             first = len(pieces)
             for start in range(0, summands[0].right.shape[1], columns):
@@ -148,9 +178,21 @@ class BlockWeights:
             found[at] = torch.cat(pieces[first:], 1)
         return found
 
+    def _reduce_matrix(self, at: int, summands: Sequence[Product], of_input: Tensor) -> Tensor:
+        sides = zip(*(each[:2] for each in summands), strict=True)
+        left, right = (torch.cat(side) for side in sides)
+        if at in self.prefetched:  # used first, it is differentiated last
+            [right] = ops.with_data_dependency([_corner(of_input)], [right])
+        if self.matrices[at] < PART_ROWS:
+            return self._reduce_piece(at, left.t() @ right)
+        packing = self.group.params[at].packing
+        padded_rows = packing.layout.num_shards * packing.sent_shape[0]
+        by_rank = F.pad(left, (0, padded_rows - left.shape[1]))
+        return self._rings.reduce_scatter_product(by_rank, right, self.group.reduction.to_sum)
+
     def _reduce_piece(self, number: int, piece: Tensor) -> Tensor:
-        """Reduce some columns of the gradient of a stack, [matrices, rows, columns], to those of
-        this rank's shard, [rows, columns]."""
+        """Reduce some columns of the gradient of a stack, [matrices, rows, columns], or of a matrix
+        to those of this rank's shard, [rows, columns]."""
         param, columns = self.group.params[number], piece.shape[-1]
         num_shards, rows = param.packing.layout.num_shards, param.packing.sent_shape[0]
         joined = shaped(piece, (piece.numel() // columns, columns))
@@ -219,6 +261,11 @@ class BlockWeights:
 
     def _params(self, numbers: Sequence[int]) -> list[FSDPParam]:
         return [self.group.params[at] for at in numbers]
+
+
+def _corner(tensor: Tensor) -> Tensor:
+    """Return a tile of a tensor, which depends on what computes it."""
+    return tensor[(*[slice(1)] * (tensor.dim() - 2), slice(ROWS), slice(LANES))[-tensor.dim() :]]
 
 
 def _num_pieces(param: FSDPParam) -> int:

@@ -80,6 +80,13 @@ class _Outside(NamedTuple):
     values: Tensor  # a copy
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether somebody's hooks wait for the gradient of ``tensor``, besides those by which
+    ``TracedTensors`` looks at it."""
+    hooks = (tensor._backward_hooks or {}).values()
+    return any(getattr(each, "__func__", None) is not TracedTensors._see for each in hooks)
+
+
 class TracedTensors(TorchFunctionMode):
     """Lets nothing depend on placeholders once a trace has ended.
 

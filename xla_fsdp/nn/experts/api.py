@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from xla_fsdp.distributed.higher_order import differentiable_once
-from xla_fsdp.nn.experts import late_products, megablox
-from xla_fsdp.nn.experts.late_products import Product, Take
+from xla_fsdp.nn import late_products
+from xla_fsdp.nn.experts import megablox
 from xla_fsdp.nn.experts.products import BATCHED, Implementation
 from xla_fsdp.nn.experts.routes import Pairs, Routes
 from xla_fsdp.nn.experts.segments import SEGMENTS
+from xla_fsdp.nn.late_products import Product, Take
 from xla_fsdp.xla import ops
 
 ONCE = "products of experts save no graph of their backward. Use experts of plain torch"
@@ -94,13 +96,12 @@ class _Product(torch.autograd.Function):
             )
         if ctx.needs_input_grad[4]:
             left, right = (grad, rows) if ctx.transposed else (rows, grad)
-            outer = ctx.implementation.outer
-            if ctx.take is not None:
-                ctx.take(Product(left, right, sizes, ctx.total, outer, of_rows))
-            elif ctx.pairs is None:
-                of_weight = outer(left, right, sizes, ctx.total)
-            else:
+            outer = partial(ctx.implementation.outer, sizes=sizes, total=ctx.total)
+            product = Product(left, right, outer, of_rows)
+            if ctx.pairs is not None:
                 ctx.pairs[id(ctx)] = left, right
+            elif ctx.take is None or not ctx.take(product):
+                of_weight = product.whole()
         return None, None, None, of_rows, of_weight, None, None, None
 
 

@@ -13,9 +13,9 @@ from importlib.metadata import version
 import torch.nn.functional as F
 from torch import Tensor
 
-from xla_fsdp.distributed.replacing import surround
 from xla_fsdp.integrations import UntestedVersionError, require
 from xla_fsdp.nn.attention.api import attention
+from xla_fsdp.optim.guards import surround
 from xla_fsdp.recipe import attention as by_name
 from xla_fsdp.recipe.attention import NAME
 
@@ -54,7 +54,7 @@ def replace_sdpa() -> None:
 
     Models must look the function up when they run (``F.scaled_dot_product_attention``).
     """
-    surround(F, "scaled_dot_product_attention", _sdpa)
+    surround((F, "scaled_dot_product_attention", _sdpa))
 
 
 def _sdpa(

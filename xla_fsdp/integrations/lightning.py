@@ -15,8 +15,8 @@ from typing import Any
 
 from xla_fsdp import compat
 from xla_fsdp.distributed.launcher import launch
-from xla_fsdp.distributed.replacing import surround
 from xla_fsdp.integrations import require
+from xla_fsdp.optim.guards import surround
 from xla_fsdp.recipe.apply import parallelize
 from xla_fsdp.xla.cpu_rank_patches import run_slot
 
@@ -41,8 +41,8 @@ def install(cpu_ranks: int | None = None) -> None:
     """
     compat.install()
     for strategies in _modules("strategies"):
-        surround(strategies.XLAFSDPStrategy, "setup_module", _setup_module)
-        surround(strategies.XLAFSDPStrategy, "_save_checkpoint_shard", _save_shard)
+        surround((strategies.XLAFSDPStrategy, "setup_module", _setup_module))
+        surround((strategies.XLAFSDPStrategy, "_save_checkpoint_shard", _save_shard))
     if cpu_ranks is None:
         return
     device = os.environ.setdefault("PJRT_DEVICE", "CPU")

@@ -23,11 +23,11 @@ from transformers import trainer as trainer_module
 from transformers.training_args import OptimizerNames
 
 from xla_fsdp.distributed.launcher import one_rank_at_a_time
-from xla_fsdp.distributed.replacing import surround
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations import require
 from xla_fsdp.integrations.accelerate import SHARDS, Accelerator
 from xla_fsdp.nn.activation_checkpoint import checkpoint_module
+from xla_fsdp.optim.guards import surround
 from xla_fsdp.recipe.apply import parallelize
 from xla_fsdp.recipe.options import Recipe
 from xla_fsdp.state.checkpoint_manager import load_checkpoint
@@ -53,7 +53,7 @@ def install() -> None:
     """
     trainer_module.Accelerator = Accelerator
     for name, replacement in _REPLACEMENTS.items():
-        surround(transformers.Trainer, name, replacement)
+        surround((transformers.Trainer, name, replacement))
 
 
 def is_sharded(trainer: Any) -> bool:

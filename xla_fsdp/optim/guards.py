@@ -36,7 +36,6 @@ from torch.nn.utils import parametrize
 from torch.optim.optimizer import Optimizer
 
 from xla_fsdp.distributed.cpu_ranks import current_rank_thread
-from xla_fsdp.distributed.replacing import surround
 from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.fsdp.engine.load_hooks import (
     MARK,
@@ -80,28 +79,49 @@ def _install_once() -> None:
     ops.refuse_reduce_gradients_of(is_part)
     ops.before_gather_with_gradient(_warn_of_gather)
     ops.before_master_saves(_refuse_master_save)
-    _guard("clip_grad_norm_", _refuse_shards)
-    _guard("get_total_norm", _count_all_ranks)
-    _guard("clip_grads_with_norm_", _need_gradients_of_shards)
-    # Not hooks, which each optimizer would need: torch has none for all of them.
-    surround(Optimizer, "state_dict", _optimizer_state_dict)
-    surround(Optimizer, "load_state_dict", _load_optimizer_state_dict)
-    surround(torch, "save", partial(_save, "torch.save"))
-    for name in ("dump", "dumps"):
-        surround(pickle, name, partial(_save, f"pickle.{name}"))
-    # Not around save_file and save, which scripts have imported by name before. Which of these
-    # they call depends on the version.
-    for name in {"_flatten", "_flatten_as_ptr"} & set(vars(safetensors.torch)):
-        surround(safetensors.torch, name, partial(_save, "safetensors.torch"))
-    surround(nn.Module, "load_state_dict", _load_state_dict)
-    surround(DistributedDataParallel, "__init__", _refuse_ddp)
-    surround(parametrize, "register_parametrization", _register_parametrization)
-    surround(parametrize, "remove_parametrizations", _remove_parametrizations)
     surround(
-        torch.__future__,
-        "get_swap_module_params_on_conversion",
-        lambda original: original() and not _without_swaps.get(),
+        *_guarded("clip_grad_norm_", _refuse_shards),
+        *_guarded("get_total_norm", _count_all_ranks),
+        *_guarded("clip_grads_with_norm_", _need_gradients_of_shards),
+        # Not hooks, which each optimizer would need: torch has none for all of them.
+        (Optimizer, "state_dict", _optimizer_state_dict),
+        (Optimizer, "load_state_dict", _load_optimizer_state_dict),
+        (torch, "save", partial(_save, "torch.save")),
+        *((pickle, name, partial(_save, f"pickle.{name}")) for name in ("dump", "dumps")),
+        # Not around save_file and save, which scripts have imported by name before. Which of these
+        # they call depends on the version.
+        *(
+            (safetensors.torch, name, partial(_save, "safetensors.torch"))
+            for name in {"_flatten", "_flatten_as_ptr"} & set(vars(safetensors.torch))
+        ),
+        (nn.Module, "load_state_dict", _load_state_dict),
+        (DistributedDataParallel, "__init__", _refuse_ddp),
+        (parametrize, "register_parametrization", _register_parametrization),
+        (parametrize, "remove_parametrizations", _remove_parametrizations),
+        (
+            torch.__future__,
+            "get_swap_module_params_on_conversion",
+            lambda original: original() and not _without_swaps.get(),
+        ),
     )
+
+
+def surround(*replaced: tuple[Any, str, Callable[..., Any]]) -> None:
+    """For each (owner, name, by), let ``owner.name(...)`` call ``by(original, ...)``, unless it
+    calls a ``by`` already."""
+    for owner, name, by in replaced:
+        original = getattr(owner, name)
+        if not getattr(original, "is_of_xla_fsdp", False):
+            setattr(owner, name, _surrounded(original, by))
+
+
+def _surrounded(original: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        return by(original, *args, **kwargs)
+
+    surrounded.is_of_xla_fsdp = True  # type: ignore[attr-defined]
+    return surrounded
 
 
 def _warn_of_gather() -> None:
@@ -113,9 +133,11 @@ def _warn_of_gather() -> None:
     )
 
 
-def _guard(name: str, instead: Callable[[list[Tensor]], Callable[..., Any] | None]) -> None:
-    """Let a function of ``torch.nn.utils``, under both names that it may have, first show
-    ``instead`` its tensors; that may return what is to be called in its place."""
+def _guarded(
+    name: str, instead: Callable[[list[Tensor]], Callable[..., Any] | None]
+) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return for ``surround`` both places of a function of ``torch.nn.utils``, which is first to
+    show ``instead`` its tensors; that may return what is to be called in its place."""
 
     def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(*args, **kwargs)
@@ -125,8 +147,8 @@ def _guard(name: str, instead: Callable[[list[Tensor]], Callable[..., Any] | Non
         bound.arguments[first] = given
         return (instead(given) or original)(*bound.args, **bound.kwargs)
 
-    surround(torch.nn.utils, name, guarded)
-    surround(torch_clip_grad, name if hasattr(torch_clip_grad, name) else f"_{name}", guarded)
+    inner = name if hasattr(torch_clip_grad, name) else f"_{name}"
+    return [(torch.nn.utils, name, guarded), (torch_clip_grad, inner, guarded)]
 
 
 def _count_all_ranks(given: list[Tensor]) -> Callable[..., Tensor] | None:

@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 
 from xla_fsdp.fsdp.engine.param import FSDPParam, held_shape, known_shard, slices_without_grads
 from xla_fsdp.fsdp.engine.shard_tensor import is_part
-from xla_fsdp.fsdp.engine.thread import begin_step, end_step
+from xla_fsdp.fsdp.engine.thread import begin_step, end_step, package_code
 from xla_fsdp.xla import ops
 
 # Not Adafactor and Muon (rows, columns and norms of a matrix), nor LBFGS (inner products).
@@ -210,19 +210,24 @@ def _fill(optimizer: Optimizer, params: list[Tensor]) -> None:
         return
     wanted = {id(param) for param in params}
     made: list[tuple[dict[str, Any], str, Tensor, float]] = []
-    for group in optimizer.param_groups:
-        for param in [param for param in group["params"] if id(param) in wanted]:
-            shape, dtype = held_shape(param), param.dtype
-            state = _made(optimizer, group, torch.empty(shape, dtype=dtype, device="meta"))
-            # All elements of a tensor begin with one number.
-            small = torch.ones([min(size, 1) for size in shape], dtype=dtype)
-            numbers = _made(optimizer, group, small)
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.is_meta:
-                    number = numbers[name].flatten()[0].item() if value.numel() else 0.0
-                    made.append((optimizer.state[param], name, value, number))
-                else:
-                    optimizer.state[param][name] = value
+    with package_code():  # of a shard its own, not that of the whole parameter
+        given = [
+            (group, param, param.shape, param.dtype)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if id(param) in wanted
+        ]
+    for group, param, shape, dtype in given:
+        state = _made(optimizer, group, torch.empty(shape, dtype=dtype, device="meta"))
+        # All elements of a tensor begin with one number.
+        small = torch.ones([min(size, 1) for size in shape], dtype=dtype)
+        numbers = _made(optimizer, group, small)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                number = numbers[name].flatten()[0].item() if value.numel() else 0.0
+                made.append((optimizer.state[param], name, value, number))
+            else:
+                optimizer.state[param][name] = value
     if not made:
         return
     filled = functools.cache(_filled)

@@ -94,8 +94,9 @@ class Collectives(ABC):
         return self
 
     @property
-    def ring_size(self) -> int:
-        """Into how many parts ``reduce_scatter_product`` cuts a large product."""
+    def product_parts(self) -> int:
+        """Into how many parts a product should be cut that is reduced while it is computed; 0 if it
+        should be whole first."""
         return 1
 
     def in_rings(self) -> Collectives:
@@ -223,7 +224,12 @@ class RingCollectives(XlaCollectives):
         return {}
 
     @property
-    def ring_size(self) -> int:
+    def product_parts(self) -> int:
+        # Along three axes, as of v4 and v5p, the compiler writes the products' factors in float32.
+        return self._ring_size if len(self._steps) < 3 else 0
+
+    @property
+    def _ring_size(self) -> int:
         return len(self._steps[0][0])
 
     def reduce_scatter(self, gathered: Tensor, finish: Finish = _as_it_is) -> Tensor:
@@ -238,7 +244,7 @@ class RingCollectives(XlaCollectives):
         return self._around(summand, width)
 
     def reduce_scatter_product(self, left: Tensor, right: Tensor, finish: Finish) -> Tensor:
-        size, width = self.ring_size, right.shape[-1]
+        size, width = self._ring_size, right.shape[-1]
         if left.shape[-1] * width < RING:
             return super().reduce_scatter_product(left, right, finish)
         columns = left.reshape(len(left), size, -1)

@@ -108,7 +108,8 @@ class ShardedModule(FSDPModuleBase):
         check_gradients([unit.group for unit in self._fsdp_units()], "clip_grad_value_")
         if not clip_value >= 0:
             raise ValueError(f"clip_value must not be negative, got {clip_value}")
-        nn.utils.clip_grad_value_(self.params_with_grad, clip_value, foreach=False)
+        if params := self.params_with_grad:  # torch takes no empty list
+            nn.utils.clip_grad_value_(params, clip_value, foreach=False)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Reduce the gradients of all units in this module by ``hook``.

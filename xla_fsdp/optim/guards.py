@@ -339,7 +339,7 @@ def shards_of_others(module: nn.Module) -> list[str]:
         for prefix, each in module.named_modules(remove_duplicate=False)
         for attribute, param in each._parameters.items()
         if param is not None and (id(each), attribute) not in owned
-        if (group := known_group(param)) is not None and id(group) not in groups
+        if is_sharded(param) and id(known_group(param)) not in groups
     ]
 
 

@@ -11,9 +11,12 @@ import pickle
 import random
 import sys
 import threading
+import time
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from xla_fsdp.distributed.garbage import collect_garbage
 from xla_fsdp.distributed.pytree import tensors_in
 from xla_fsdp.fsdp.engine.autograd import present
 from xla_fsdp.fsdp.engine.state import FSDPState
@@ -32,6 +36,9 @@ from xla_fsdp.scan.checks import ADVICE
 from xla_fsdp.scan.errors import NoLoopError
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import Body, ChangedInPlaceError, TensorSpec, trace_body
+
+PATIENCE = 5.0
+"""Seconds in which autograd's threads drop what they have computed with, also on a busy machine."""
 
 T = TypeVar("T")
 
@@ -179,10 +186,13 @@ def trace_block(template: Template, *, trains: bool, undo: bool = False) -> Bloc
     ]
     result: list[tuple[Returned, list[Number]]] = []
     reached: list[bool] = []
+    made = MadeTensors()
 
     def forward(values: list[Tensor]) -> list[Tensor]:
         given, unsharded, tensors, numbers, _ = split(values, list(map(len, parts)))
-        returned, output, used = template.run(unsharded, tensors, given, numbers)
+        made.add(values)
+        with made:
+            returned, output, used = template.run(unsharded, tensors, given, numbers)
         result.append((returned, used))
         return [output]
 
@@ -206,7 +216,8 @@ def trace_block(template: Template, *, trains: bool, undo: bool = False) -> Bloc
         with undoing as changes:
             traced = refusing_host_draws(lambda: trace_body(forward, specs, "fsdp_block"))
             gradient = None
-            if trains:
+            problem = made.problem()  # before another trace leaves others in their places
+            if trains and not problem:
                 more = [*specs, template.specs[0]]
                 name = "fsdp_block_gradient"
                 gradient = refusing_host_draws(lambda: trace_body(backward, more, name))
@@ -219,7 +230,7 @@ def trace_block(template: Template, *, trains: bool, undo: bool = False) -> Bloc
         ) from None
     if changes():
         raise NoLoopError("a scanned block changes a list, a dict or an object of its modules")
-    if problem := _captured_problem(traced):
+    if problem := _captured_problem(traced) or problem:
         raise NoLoopError(problem)
     returned, used = result[-1]
     state = template.state.without_tensors()
@@ -228,6 +239,52 @@ def trace_block(template: Template, *, trains: bool, undo: bool = False) -> Bloc
 
 def _as_leaf(tensor: Tensor, needs_grad: bool) -> Tensor:
     return tensor.clone().requires_grad_(needs_grad)
+
+
+class MadeTensors(TorchFunctionMode):
+    """Which of the tensors that functions return inside are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[weakref.ref[Tensor], list[int]]] = {}  # with their shapes
+        self._count = 0
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Add tensors that no function returned."""
+        for tensor in tensors:
+            self._count += 1
+            # Not asked later: that would keep the tensor, if only autograd held it.
+            gone = partial(_forget, self._alive, self._count)
+            self._alive[self._count] = weakref.ref(tensor, gone), list(tensor.shape)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        self.add(tensor for tensor in tensors_in(result) if id(tensor) not in given)
+        return result
+
+    def problem(self) -> str | None:
+        """Return what to tell the user if one of them is alive after the trace: to read it would
+        end the process, as it has no value outside of the loop."""
+        if self._alive:
+            collect_garbage()
+        # Autograd's threads drop what a gradient was computed from a moment after they hand it out.
+        latest = time.monotonic() + PATIENCE
+        while self._alive and time.monotonic() < latest:
+            time.sleep(0.001)
+        for _, shape in list(self._alive.values())[:1]:
+            return (
+                f"a scanned block leaves a tensor of shape {shape} in a dict, a list or another "
+                f"object; blocks run as one loop, outside of which it has no value. Return it as a "
+                f"part of what goes from block to block, or do not scan these blocks"
+            )
+        return None
+
+
+def _forget(alive: dict[int, Any], number: int, _: weakref.ref[Tensor]) -> None:
+    alive.pop(number, None)
 
 
 def kinds_of(traces: Sequence[BlockTrace], calls: Sequence[Hashable]) -> list[int]:

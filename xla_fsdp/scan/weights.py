@@ -77,21 +77,21 @@ class BlockWeights:
 
     @functools.cached_property
     def matrices(self) -> dict[int, int]:
-        """Large matrices, sharded by rows and reduced alone, whose gradients are taken as products:
-        how many rows of one each rank of a ring sums up, by parameter."""
-        found = {at: self._rows_of_a_part(param) for at, param in enumerate(self.group.params)}
-        return {
-            at: rows
-            for at, rows in found.items()
-            if at in self.large and (rows >= PART_ROWS or (rows and at in self.prefetched))
-        }
+        """Large matrices whose gradients are taken as products: how many rows the parts have in
+        which they are computed, by parameter. The prefetched one is among them if others are."""
+        found = {at: self._rows_of_a_part(self.group.params[at]) for at in self.large}
+        in_parts = {at: rows for at, rows in found.items() if rows >= PART_ROWS}
+        first = {at: found[at] for at in self.prefetched if in_parts and found[at]}
+        return {**first, **in_parts}
 
     def _rows_of_a_part(self, param: FSDPParam) -> int:
+        """Return 0 for what is no large matrix, sharded by rows, or should be computed whole."""
         packing, shape = param.packing, param.packing.shapes[0]
         in_rows = len(shape) == 2 and not packing.dim and packing.sent_shape[1:] == shape[1:]
         if not in_rows or param.is_expert or packing.layout.numel < TOGETHER:
             return 0
-        return packing.layout.num_shards * packing.sent_shape[0] // self._rings.ring_size
+        padded_rows = packing.layout.num_shards * packing.sent_shape[0]
+        return padded_rows // self._rings.product_parts if self._rings.product_parts else 0
 
     def originals(self, params: Sequence[int]) -> list[int]:
         """Return the indices of the originals that these parameters hold."""

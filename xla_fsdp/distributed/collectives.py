@@ -95,8 +95,8 @@ class Collectives(ABC):
 
     @property
     def product_parts(self) -> int:
-        """Into how many parts a product should be cut that is reduced while it is computed; 0 if it
-        should be whole first."""
+        """Into how many parts a loop should cut a product that it reduces while it computes it; 0
+        if it should be whole first."""
         return 1
 
     def in_rings(self) -> Collectives:

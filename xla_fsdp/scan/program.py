@@ -124,7 +124,7 @@ class Position:
         """Copy parameters to new autograd leaves; frozen ones need no gradient."""
         pairs = zip(params, self.template.trained, strict=True)
         leaves = [each.clone().requires_grad_(need) for each, need in pairs]
-        for matrix in self.weights.originals(list(self.weights.matrices)):
+        for matrix in self.weights.originals(self.weights.matrices):
             leave_linear(leaves[matrix])
         return leaves
 

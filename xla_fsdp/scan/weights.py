@@ -76,22 +76,19 @@ class BlockWeights:
         }
 
     @functools.cached_property
-    def matrices(self) -> dict[int, int]:
-        """Large matrices whose gradients are taken as products: how many rows the parts have in
-        which they are computed, by parameter. The prefetched one is among them if others are."""
-        found = {at: self._rows_of_a_part(self.group.params[at]) for at in self.large}
-        in_parts = {at: rows for at, rows in found.items() if rows >= PART_ROWS}
-        first = {at: found[at] for at in self.prefetched if in_parts and found[at]}
-        return {**first, **in_parts}
+    def in_parts(self) -> list[int]:
+        """Large matrices whose gradients are computed part by part, each before its round."""
+        parts = self._rings.product_parts
+        rows = {at: _gradient_rows(self.group.params[at]) for at in self.large}
+        return [at for at in self.large if parts and rows[at] // parts >= PART_ROWS]
 
-    def _rows_of_a_part(self, param: FSDPParam) -> int:
-        """Return 0 for what is no large matrix, sharded by rows, or should be computed whole."""
-        packing, shape = param.packing, param.packing.shapes[0]
-        in_rows = len(shape) == 2 and not packing.dim and packing.sent_shape[1:] == shape[1:]
-        if not in_rows or param.is_expert or packing.layout.numel < TOGETHER:
-            return 0
-        padded_rows = packing.layout.num_shards * packing.sent_shape[0]
-        return padded_rows // self._rings.product_parts if self._rings.product_parts else 0
+    @functools.cached_property
+    def matrices(self) -> list[int]:
+        """Large matrices whose gradients are taken as products: those in parts, and the prefetched
+        one, if there are any, or parts do not pay."""
+        joined = self.in_parts or not self._rings.product_parts
+        first = [at for at in self.prefetched if joined and _gradient_rows(self.group.params[at])]
+        return list(dict.fromkeys([*first, *self.in_parts]))
 
     def originals(self, params: Sequence[int]) -> list[int]:
         """Return the indices of the originals that these parameters hold."""
@@ -183,10 +180,9 @@ class BlockWeights:
         left, right = (torch.cat(side) for side in sides)
         if at in self.prefetched:  # used first, it is differentiated last
             [right] = ops.with_data_dependency([_corner(of_input)], [right])
-        if self.matrices[at] < PART_ROWS:
+        if at not in self.in_parts:
             return self._reduce_piece(at, left.t() @ right)
-        packing = self.group.params[at].packing
-        padded_rows = packing.layout.num_shards * packing.sent_shape[0]
+        padded_rows = _gradient_rows(self.group.params[at])
         by_rank = F.pad(left, (0, padded_rows - left.shape[1]))
         return self._rings.reduce_scatter_product(by_rank, right, self.group.reduction.to_sum)
 
@@ -261,6 +257,16 @@ class BlockWeights:
 
     def _params(self, numbers: Sequence[int]) -> list[FSDPParam]:
         return [self.group.params[at] for at in numbers]
+
+
+def _gradient_rows(param: FSDPParam) -> int:
+    """Return the rows of a large matrix's gradient, padded; 0 for what is none, is not sharded by
+    rows, or is reduced together with others."""
+    packing, shape = param.packing, param.packing.shapes[0]
+    in_rows = len(shape) == 2 and not packing.dim and packing.sent_shape[1:] == shape[1:]
+    if not in_rows or param.is_expert or packing.layout.numel < TOGETHER:
+        return 0
+    return packing.layout.num_shards * packing.sent_shape[0]
 
 
 def _corner(tensor: Tensor) -> Tensor:

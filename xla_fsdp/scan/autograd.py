@@ -34,6 +34,9 @@ from xla_fsdp.scan.tracing import split
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import LoopCache, new_seeds
 
+KEPT_BYTES = 2**23
+"""Bytes of gathered parameters that may be in memory between a loop's forward and backward."""
+
 
 class ForwardCounter:
     """Counts consecutive forwards that ran with the same parameter values, whose gradients autograd
@@ -137,7 +140,9 @@ class _ScannedBlocks(torch.autograd.Function):
         # Random numbers of a loop are not those of single blocks.
         kept = [x] if call.one_by_one is not None and done.seeds is None else []
         # There is no next block, so these are the last block's own, if it is alone in an iteration.
-        gathered = done.gathered_last if len(call.positions) == 1 else []
+        num_bytes = sum(each.nbytes for each in done.gathered_last)
+        keeps = len(call.positions) == 1 and num_bytes <= KEPT_BYTES
+        gathered = done.gathered_last if keeps else []
         parts = (kept, gathered, done.ys, others, *own)
         ctx.sizes, ctx.can_run_again = [len(part) for part in parts], bool(kept)
         ctx.save_for_backward(*itertools.chain(*parts), *present([done.seeds]))

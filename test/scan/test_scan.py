@@ -1245,25 +1245,6 @@ def test_the_optimizers_operations_have_no_slice_that_differs_between_blocks() -
         assert "slice" not in ops
 
 
-@scenarios.add
-def gathers_around(rank: int) -> int:
-    """How many all-gathers of a step are in no loop."""
-    import torch_xla
-
-    from xla_fsdp.xla.graph import lowered_hlo
-
-    model = scanned(gather_once_below=0)
-    torch_xla.sync()  # nothing of what came before
-    model(batch()).square().mean().backward()
-    program = Program(lowered_hlo([param.grad for param in model.blocks.parameters()]))
-    torch_xla.sync()
-    return len(program.all("all-gather"))
-
-
-def test_backward_begins_with_what_forward_has_gathered_last() -> None:
-    assert result("gathers_around") == 2  # of the first block before the loop, and the head
-
-
 def test_named_activations_are_not_computed_again() -> None:
     found = result("programs")
     assert found["one by one"]["tanh"] == 3

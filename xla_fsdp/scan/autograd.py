@@ -34,9 +34,6 @@ from xla_fsdp.scan.tracing import split
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import LoopCache, new_seeds
 
-KEPT_BYTES = 2**23
-"""Bytes of gathered parameters that may be in memory between a loop's forward and backward."""
-
 
 class ForwardCounter:
     """Counts consecutive forwards that ran with the same parameter values, whose gradients autograd
@@ -111,7 +108,6 @@ class _Forward:
     output: Tensor
     inputs: Inputs
     seeds: Tensor | None  # [length] int64, if blocks draw random numbers
-    gathered_last: list[Tensor]  # the prefetched parameters that the last iteration has gathered
     ys: list[Tensor]  # saved activations, [length, ...]
     program: ForwardProgram
 
@@ -139,11 +135,7 @@ class _ScannedBlocks(torch.autograd.Function):
         own = [each for block in inputs.blocks for each in (block.small, block.own, block.shared)]
         # Random numbers of a loop are not those of single blocks.
         kept = [x] if call.one_by_one is not None and done.seeds is None else []
-        # There is no next block, so these are the last block's own, if it is alone in an iteration.
-        num_bytes = sum(each.nbytes for each in done.gathered_last)
-        keeps = len(call.positions) == 1 and num_bytes <= KEPT_BYTES
-        gathered = done.gathered_last if keeps else []
-        parts = (kept, gathered, done.ys, others, *own)
+        parts = (kept, done.ys, others, *own)
         ctx.sizes, ctx.can_run_again = [len(part) for part in parts], bool(kept)
         ctx.save_for_backward(*itertools.chain(*parts), *present([done.seeds]))
         ctx.versions = call.versions
@@ -203,8 +195,7 @@ def _forward(
         seeds = new_seeds(call.blocks.length, x.device) if draws else None
         results = program.loop.run([x, *prefetched, *inputs.xs, *inputs.constants], seeds)
         unit.schedule.after_loop([results[0]])
-    [output], gathered, ys = split(results, [1, len(prefetched)])
-    return _Forward(output, inputs, seeds, gathered, ys, program)
+    return _Forward(results[0], inputs, seeds, results[1 + len(prefetched) :], program)
 
 
 def _inputs(
@@ -242,7 +233,7 @@ def _backward_one_by_one(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients with a graph, which those of a loop do not have."""
     call: ScanCall = ctx.call
     refuse_changed(ctx.versions, call.versions)
-    [x], _, _, others, *_ = split(ctx.saved_tensors, ctx.sizes)
+    [x], _, others, *_ = split(ctx.saved_tensors, ctx.sizes)
     assert call.one_by_one is not None  # as ``can_run_again`` says
     output = call.one_by_one(x, others).to(grad.dtype)
     inputs = [x, *others, *call.leaves]
@@ -259,15 +250,14 @@ def _backward(ctx: Any, grad: Tensor, *inner: Tensor | None) -> tuple[Tensor | N
     call: ScanCall = ctx.call
     schedule, needs = call.first_unit.schedule, ctx.needs
     grad, sent = _gated(call, grad, ctx.versions)
-    _, gathered, ys, others, *held, seeds = split(ctx.saved_tensors, ctx.sizes)
+    _, ys, others, *held, seeds = split(ctx.saved_tensors, ctx.sizes)
     own = list(zip(held[1::3], held[2::3], strict=True))
     inputs = _inputs(sent, held[::3], own, others)
     reduces = _all_reduce(call)
     collected = tuple(each is not None for each in inner) or (False,) * len(call.positions)
     program = _backward_program(call, inputs, ctx.program, ys, needs, collected, reduces)
     last = (len(call.positions) - 1, call.blocks.length - 1)
-    first = gathered or _prefetched(call, inputs, *last)
-    first = first + call.blocks.store.first_carry(ys)
+    first = _prefetched(call, inputs, *last) + call.blocks.store.first_carry(ys)
     zeros = [
         torch.zeros_like(each) for each, need in zip(inputs.others, needs, strict=True) if need
     ]

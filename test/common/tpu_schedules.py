@@ -5,11 +5,13 @@ step of ``tpu_steps.build_in_place``; compiled programs are kept in the folder. 
 of options: what the compiler says of parameters in host memory. ``head``: the bytes of the largest
 tensor that loops of ``tpu_steps.build_streamed`` copy. ``ordinary``: the bytes of tensors that
 operations outside of loops write which compute nothing, for units by hand of equal blocks.
+``parts``: the elements of what matrix products of a loop over wide blocks compute.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -78,6 +80,17 @@ def written(module: Module) -> dict[str, list[int]]:
     return {opcode: sorted(sizes, reverse=True) for opcode, sizes in found.items()}
 
 
+def multiplied(module: Module) -> list[int]:
+    """The numbers of elements that matrix products compute, each once."""
+    products = (
+        each
+        for computation in module.computations.values()
+        for each in computation.instructions
+        if each.opcode in PRODUCTS
+    )
+    return sorted({math.prod(array.dims) for each in products for array in each.arrays})
+
+
 def starts(module: Module) -> Iterator[int]:
     """For every all-gather, in order: how many matrix products run before it begins."""
     products, begun = 0, set()
@@ -135,6 +148,9 @@ def main(folder: str, *wanted: str) -> None:
         elif text == "ordinary":
             build = partial(build_ordinary, depth=8, width=512, vocabulary=ODD)
             found = written(compiled(Path(folder), build))
+        elif text == "parts":
+            build = partial(build_ordinary, depth=4, width=2048, scan=True)
+            found = {"multiplied": multiplied(compiled(Path(folder), build))}
         else:
             options = json.loads(text)
             found = schedule(Path(folder), lambda options=options: build_in_place(**options))

@@ -86,6 +86,14 @@ def test_ordinary_nesting_writes_nothing_that_it_does_not_compute(tmp_path: Path
     assert not stacks & set(found["add"])
 
 
+def test_large_gradients_are_computed_in_the_parts_that_rings_add(tmp_path: Path) -> None:
+    done = run_python("-m", "test.common.tpu_schedules", str(tmp_path), "parts", timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])["multiplied"]
+    whole = 4 * 2048**2  # of the feed-forward's matrices; a ring has two ranks
+    assert max(found) == whole // 2
+
+
 @cached_outcome
 def offloaded() -> dict[str, Any]:
     """``wide`` with the blocks' inputs on the host."""

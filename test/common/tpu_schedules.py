@@ -4,7 +4,8 @@ python -m test.common.tpu_schedules FOLDER '{"prefetch": 2}' ... prints one JSON
 step of ``tpu_steps.build_in_place``; compiled programs are kept in the folder. ``offload`` in place
 of options: what the compiler says of parameters in host memory. ``head``: the bytes of the largest
 tensor that loops of ``tpu_steps.build_streamed`` copy. ``ordinary``: the bytes of tensors that
-operations outside of loops write which compute nothing, for units by hand of equal blocks.
+operations outside of loops write which compute nothing, for units by hand of equal blocks, and the
+most that a rank sends in one collective.
 ``parts``: the elements of what matrix products of a loop over wide blocks compute.
 """
 
@@ -146,8 +147,10 @@ def main(folder: str, *wanted: str) -> None:
             build = partial(build_streamed, pieces=32)
             found = {"copied": copied(compiled(Path(folder), build))}
         elif text == "ordinary":
-            build = partial(build_ordinary, depth=8, width=512, vocabulary=ODD)
-            found = written(compiled(Path(folder), build))
+            build = partial(build_ordinary, depth=8, width=512, vocabulary=ODD, rows=1)
+            module = compiled(Path(folder), build)
+            most = max(each.wire_bytes for each in collectives_of(module))
+            found = {**written(module), "sent": most}
         elif text == "parts":
             build = partial(build_ordinary, depth=4, width=2048, scan=True)
             found = {"multiplied": multiplied(compiled(Path(folder), build))}

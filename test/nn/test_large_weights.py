@@ -1,5 +1,5 @@
-"""Large weights of a root, with which ``F.linear`` computes piece by piece, and ``F.embedding``
-as they are gathered."""
+"""Large weights of a root, with which ``F.linear`` computes piece by piece, and ``F.embedding`` by
+rows that are sent, or as they are gathered."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from test.common.chips import skip_without_chips
 from test.common.large_head import WIDTH, Model, batch, build_step, loss_of
+from test.common.parity import on_torus
 from test.common.ranks import ChildError, run_on_ranks
 from test.common.scenarios import make
 
@@ -146,8 +147,14 @@ EARLY = {"plain": 1, "odd": 2, "odd_tied": 2, "odd_twice": 4, "skipped": 2}
 
 
 def train_all(
-    rank: int, names: list[str], options: dict[str, Any], micro_batches: int
+    rank: int,
+    names: list[str],
+    options: dict[str, Any],
+    micro_batches: int,
+    torus: tuple[int, ...] = (),
 ) -> dict[str, dict[str, Any]]:
+    if torus:
+        options = {**options, "collectives": on_torus(torus, rank)}
     return {name: train(rank, name, options, micro_batches) for name in names}
 
 
@@ -234,6 +241,27 @@ def test_models_train_as_without_fsdp(num_ranks: int, micro_batches: int, names:
         assert found[0][name]["loops"] == traced
         if num_ranks > 1 and name in EARLY:
             assert found[0][name]["early"] == (3 * EARLY[name] if micro_batches == 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "names"),
+    [
+        (1, ["plain", "odd", "tied", "odd_twice", "skipped", "by_frequency", "penalized_table"]),
+        (2, ["plain", "odd"]),
+    ],
+)
+def test_on_a_torus_rows_of_a_table_are_sent(micro_batches: int, names: list[str]) -> None:
+    found = run_on_ranks(train_all, 4, names, {}, micro_batches, (2, 2))
+    for name in names:
+        losses, params = reference(4, name, micro_batches)
+        for rank in range(4):
+            assert found[rank][name]["losses"] == pytest.approx(losses[rank], rel=1e-5)
+        for key, value in params.items():
+            torch.testing.assert_close(found[0][name]["params"][key], value, rtol=1e-5, atol=1e-5)
+        # By frequency its gradient is whole; a later micro-batch adds to one.
+        tables = {"odd_twice": 2, "by_frequency": 0}.get(name, 1)
+        heads = 2 if name == "odd_twice" else 1
+        assert found[0][name]["early"] == (3 * (heads + tables) if micro_batches == 1 else 0)
 
 
 @pytest.mark.parametrize(

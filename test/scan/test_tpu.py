@@ -78,6 +78,8 @@ def test_ordinary_nesting_writes_nothing_that_it_does_not_compute(tmp_path: Path
     found = json.loads(line)
     table = 50257 * 512 * 2  # bytes
     stacks = {8 * rows * 512 * 2 // 4 for rows in (512, 3 * 512, 4 * 512)}
+    # Rows of the table are sent, and gradients of rows; pieces of the head have up to 8 MiB.
+    assert found["sent"] <= 8 * MIB
     # No table without its padding, and no gradient of one that is padded afterwards.
     assert max(found["slice"] + found["pad"]) < table
     # A stack of shards is written once, and what a loop writes is not zeroed before: only the

@@ -47,6 +47,7 @@ class Collectives(ABC):
 
     num_shards: int
     rank: int
+    follows_torus = False  # the ranks are chips of a TPU slice: all of them run one program
 
     @property
     @abstractmethod

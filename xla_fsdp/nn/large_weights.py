@@ -1,5 +1,5 @@
 """Compute with large weights of a root from their shards: ``F.linear``, a head, piece by piece, and
-``F.embedding`` with a table as it was gathered.
+``F.embedding`` by sending rows of its table, or with the table as it was gathered.
 
 Gathered whole, the head's weight and the logits are most of what a training step needs. So forward
 and backward are loops: each iteration gathers the same few rows of every rank's shard, computes
@@ -31,6 +31,8 @@ from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import package_code
 from xla_fsdp.fsdp.engine.unit_collectives import expect_on_all_ranks
 from xla_fsdp.nn.chunked.chunks import TILE, Chunks
+from xla_fsdp.nn.chunked.lookup_strategies import ExchangeRows, exchange_of
+from xla_fsdp.nn.chunked.weights import WEIGHT, ChunkedWeights
 from xla_fsdp.nn.embedding_grad import embedding_by
 from xla_fsdp.nn.forward_weight import compute_by, weights_are_whole
 from xla_fsdp.xla import ops
@@ -70,9 +72,8 @@ def compute_from_shards(unit: FSDPState, call: ForwardCall, saved: SavedParams) 
         for original, number in large_weights(unit.group).items():
             linear = LinearInPieces(unit, call, saved, original, number)
             compute_by(saved.unsharded[original], F.linear, linear.compute)
-            if unit.group.params[number].packing.padding:
-                table = PaddedTable(unit, call, saved, original, number)
-                compute_by(saved.unsharded[original], F.embedding, embedding_by(table.look_up))
+            table = Table(unit, call, saved, original, number)
+            compute_by(saved.unsharded[original], F.embedding, embedding_by(table.look_up))
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class LargeWeight:
         self.call = call
         self.saved = saved
         self.number = number
+        self.weights = ChunkedWeights(unit.group, rings=False, numbers={WEIGHT: number})
         self._original = original
         self._version = version_of(saved.unsharded[original])
 
@@ -175,14 +177,7 @@ class LargeWeight:
 
     def sent(self) -> Tensor:
         """Return the weight's shard as it is gathered, [shard rows, width]."""
-        param = self.group.params[self.number]
-        [sent] = self.group.gather.sent([param], [param.shard])
-        return sent
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """All-gather [rows, width] on every rank to [ranks * rows, width]."""
-        [gathered] = self.group.gather.gather_tensors([rows])
-        return gathered.reshape(-1, rows.shape[-1])
+        return self.weights.sent_rows(self.group.shards)
 
     def may_reduce(self, used: Tensor, node: Any, *, needs_weight: bool) -> bool:
         """Return whether backward may compute with the shards, and reduce the weight's gradient
@@ -229,9 +224,9 @@ class LinearInPieces(LargeWeight):
 
     def pieces(self, rows: Tensor) -> Pieces:
         """Return how to cut the weight for an input [n, width]."""
-        packing, ranks = self.group.params[self.number].packing, self.group.collectives.num_shards
-        shard_rows, width = packing.sent_shape
-        return pieces_for(packing.shapes[0][0], width, ranks, shard_rows, rows.dtype.itemsize)
+        weights = self.weights
+        sizes = (weights.num_classes, weights.width, weights.num_ranks, weights.shard_rows)
+        return pieces_for(*sizes, rows.dtype.itemsize)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the product of an input [n, width], [n, classes]."""
@@ -241,13 +236,13 @@ class LinearInPieces(LargeWeight):
 
         def body(values: list[Tensor]) -> list[Tensor]:
             piece, logits, sent, number, rows = values
-            following = self.gather(sent)
+            following = self.weights.gather(sent)
             found = (piece @ rows.t()).reshape(pieces.num_ranks, pieces.rows, -1)
             return [following, write_slice(logits, found, 1, pieces.start(number))]
 
         # By class: each iteration writes whole rows.
         shape, name = (pieces.num_ranks, pieces.shard_rows, len(rows)), "fsdp_linear_forward"
-        carry = [self.gather(sent[0]), ops.uninitialized(shape, rows.dtype, rows)]
+        carry = [self.weights.gather(sent[0]), ops.uninitialized(shape, rows.dtype, rows)]
         xs, length = [sent, pieces.numbers(rows.device)], pieces.count
         loop = self.unit.loops.get(
             ("forward", self.number, pieces, TensorSpec.of(rows)),
@@ -279,7 +274,7 @@ class LinearInPieces(LargeWeight):
             sent, number, by_class, rows = values[-4:]
             grad = read_slice(by_class, 1, pieces.start(number), pieces.rows)
             flat = grad.reshape(-1, len(rows)).t()
-            found = [total + flat @ self.gather(sent) for total in values[:-4]]
+            found = [total + flat @ self.weights.gather(sent) for total in values[:-4]]
             if needs[1]:
                 found.append(by.reduce_scatter_product(flat, rows, reduction.to_sum))
             return found
@@ -335,10 +330,14 @@ class _Linear(torch.autograd.Function):
         return None, of_input, None
 
 
-class PaddedTable(LargeWeight):
-    """``F.embedding`` with a weight whose shards are padded: looked up where it was gathered, and
-    its gradient summed where it is sent. The unsharded weight is cut from the former, and its
-    gradient padded to the latter: two more copies of all rows."""
+class Table(LargeWeight):
+    """``F.embedding`` by sending rows and their gradients, where all ranks run one program and this
+    sends less than the table.
+
+    Else a table whose shards are padded is looked up where it was gathered, and its gradient summed
+    where it is sent. The unsharded weight is cut from the former, and its gradient padded to the
+    latter: two more copies of all rows.
+    """
 
     def look_up(
         self, input: Tensor, weight: Tensor, padding_idx: int | None, by_frequency: bool
@@ -346,7 +345,49 @@ class PaddedTable(LargeWeight):
         """Return the rows of ``input``, as a ``LookUp``."""
         if by_frequency or not weight.requires_grad or not self.is_expected(input, weight):
             return None
+        if self.exchange(input) is None and not self.group.params[self.number].packing.padding:
+            return None
         return cast(Tensor, _Embedding.apply(self, input, weight, padding_idx))
+
+    def exchange(self, input: Tensor) -> ExchangeRows | None:
+        """Return how rows are sent for row numbers [...]; None where the table is gathered."""
+        # Other ranks than those of a torus may run other programs, which look up fewer rows.
+        if not self.group.collectives.follows_torus or not input.numel():
+            return None
+        return exchange_of(self.weights, self.unit.loops, input.numel())
+
+    def rows(self, input: Tensor) -> Tensor:
+        """Return the rows [..., width] of row numbers [...]; where rows are sent, NaN for numbers
+        out of range."""
+        expect_on_all_ranks("lookup in", [self.group.params[self.number]])
+        exchange = self.exchange(input)
+        if exchange is None:
+            return F.embedding(input, self.weights.gather(self.sent()))
+        is_row = ((input >= 0) & (input < self.weights.num_classes)).reshape(-1)
+        numbers = torch.where(is_row, input.reshape(-1), -1).to(torch.int32)
+        rows = exchange.rows(self.group.shards, numbers)
+        return torch.where(is_row[:, None], rows, float("nan")).reshape(*input.shape, -1)
+
+    def reduced(self, input: Tensor, grad: Tensor, skipped: int) -> Tensor:
+        """Return the gradient of the table's shard, summed over the ranks, [shard rows, width].
+
+        Args:
+            input: row numbers, [...].
+            grad: of their rows, [..., width].
+            skipped: number of the row that gets none, or -1.
+        """
+        expect_on_all_ranks("reduce-scatter of the gradient", [self.group.params[self.number]])
+        weights, reduction = self.weights, self.group.reduction
+        exchange = self.exchange(input)
+        if exchange is not None:
+            numbers = torch.where(input == skipped, -1, input).reshape(-1).to(torch.int32)
+            return exchange.sums(numbers, grad.reshape(len(numbers), -1))[: weights.shard_rows]
+        divided = reduction.to_reduce_dtype(grad) / reduction.predivide  # few rows, not all sums
+        sums = torch.ops.aten.embedding_dense_backward(
+            divided, input, weights.num_ranks * weights.shard_rows, skipped, False
+        )
+        reduction.log.sends_one("reduce-scatter of a table", sums)
+        return self.group.collectives.reduce_scatter(sums)
 
 
 class _Embedding(torch.autograd.Function):
@@ -356,7 +397,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @package_code()
     def forward(
-        ctx: Any, table: PaddedTable, input: Tensor, weight: Tensor, padding_idx: int | None
+        ctx: Any, table: Table, input: Tensor, weight: Tensor, padding_idx: int | None
     ) -> Tensor:
         # As in ``_Linear``.
         ctx.table, ctx.weight = table, weight if table.call.reshards else None
@@ -365,8 +406,7 @@ class _Embedding(torch.autograd.Function):
         ctx.skipped = -1 if padding_idx is None else padding_idx % len(weight)
         ctx.save_for_backward(input, weight)
         ctx.set_materialize_grads(False)
-        expect_on_all_ranks("lookup in", [table.group.params[table.number]])
-        return F.embedding(input, table.gather(table.sent()))
+        return table.rows(input)
 
     @staticmethod
     @package_code()
@@ -374,20 +414,16 @@ class _Embedding(torch.autograd.Function):
         # A pass that was asked for other gradients would leave this one for the next.
         if grad is None or not torch._C._will_engine_execute_node(ctx.node):
             return None, None, None, None
-        table, reduction = ctx.table, ctx.table.group.reduction
+        table = ctx.table
         input, weight = ctx.saved_tensors
         used = weight if ctx.weight is None else ctx.weight
-        sum_rows = torch.ops.aten.embedding_dense_backward
-        if not table.may_reduce(used, ctx.node, needs_weight=True):
-            return None, None, sum_rows(grad, input, ctx.num_rows, ctx.skipped, False), None
-        param, by = table.group.params[table.number], table.group.collectives
-        expect_on_all_ranks("reduce-scatter of the gradient", [param])
-        num_rows = by.num_shards * param.packing.sent_shape[0]
-        divided = reduction.to_reduce_dtype(grad) / reduction.predivide  # few rows, not all sums
-        sums = sum_rows(divided, input, num_rows, ctx.skipped, False)
-        reduction.log.sends_one("reduce-scatter of a table", sums)
-        table.hand_over(by.reduce_scatter(sums))
-        return None, None, None, None
+        if table.may_reduce(used, ctx.node, needs_weight=True):
+            table.hand_over(table.reduced(input, grad, ctx.skipped))
+            return None, None, None, None
+        whole = torch.ops.aten.embedding_dense_backward(
+            grad, input, ctx.num_rows, ctx.skipped, False
+        )
+        return None, None, whole, None
 
 
 def _is_only_summed(weight: Tensor, node: Any) -> bool:

@@ -26,7 +26,7 @@ from test.common.scenarios import RANKS, Scenarios, fsdp, make, message
 from test.common.warned import recorded_warnings
 from xla_fsdp import StreamedEmbedding
 from xla_fsdp.nn.chunked.chunks import Chunks, cut_into
-from xla_fsdp.nn.chunked.embedding import part_size
+from xla_fsdp.nn.chunked.lookup_strategies import part_size
 from xla_fsdp.xla import ops
 
 scenarios = Scenarios(__name__)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xla_fsdp.distributed.collectives import Collectives, LocalCollectives
 from xla_fsdp.distributed.higher_order import differentiable_once
 from xla_fsdp.distributed.placement import placement_in
 from xla_fsdp.fsdp.engine.autograd import mark_constants, on_device
@@ -28,14 +27,11 @@ from xla_fsdp.nn.chunked.hooks import (
 from xla_fsdp.nn.chunked.lookup_strategies import (
     ExchangeRows,
     GatherChunks,
+    exchange_of,
     unreduced_gradient,
 )
 from xla_fsdp.nn.chunked.weights import WEIGHT, ChunkedWeights
 from xla_fsdp.xla.loop import LoopCache
-
-EXCHANGE_BYTES = 2**26
-"""Maximum size of the rows that a group of ranks asks for, and of the part of the table that each
-of its ranks gathers, to send rows and not the whole table."""
 
 
 class StreamedEmbedding(nn.Embedding, ChunkedModule):
@@ -148,46 +144,13 @@ class StreamedEmbedding(nn.Embedding, ChunkedModule):
         chunks = weights.cut(self.pieces, 0, weights.dtype)
         if not isinstance(input, Tensor) or chunks.count == 1:  # no use in a loop of one chunk
             return None
-        size = part_size(weights, input.numel()) if self.pieces is None else None
-        strategy = (
-            GatherChunks(weights, chunks, loops)
-            if size is None
-            else ExchangeRows(weights, loops, *_divided(weights.group.collectives, size))
-        )
+        exchange = exchange_of(weights, loops, input.numel()) if self.pieces is None else None
+        strategy = exchange or GatherChunks(weights, chunks, loops)
         padding = -1 if self.padding_idx is None else self.padding_idx
         return EmbeddingCall(unit, weights, strategy, padding).rows
 
 
 # ---------------------------------------------------------------- as a unit of its own
-
-
-def part_size(weights: ChunkedWeights, num_rows: int) -> int | None:
-    """Return of how many shards each rank gathers a part, so that sending ``num_rows`` rows to
-    each rank, and their gradients, sends the least; None if gathering the whole table and reducing
-    its gradient sends no more, or nothing fits ``EXCHANGE_BYTES``."""
-    sent, ranks = weights.dtype.itemsize, weights.num_ranks
-    of_row, of_shard = 2 * sent, weights.shard_rows * (sent + weights.reduce_dtype.itemsize)
-
-    def held(size: int) -> int:  # a rank's own shard is there in any case
-        of_part = size * weights.shard_rows if size > 1 else 0
-        return (ranks // size * num_rows + of_part) * weights.width * sent
-
-    def traffic(size: int) -> int:
-        return (ranks // size - 1) * num_rows * of_row + (size - 1) * of_shard
-
-    # A part of all shards is the whole table.
-    sizes = [each for each in range(1, ranks + 1) if ranks % each == 0]
-    fitting = [each for each in sizes[:-1] if held(each) <= EXCHANGE_BYTES]
-    best = min([*fitting, ranks], key=traffic)
-    return None if traffic(best) >= traffic(ranks) else best
-
-
-def _divided(collectives: Collectives, size: int) -> tuple[Collectives, Collectives]:
-    """Return collectives among ``size`` neighbours, and among one of each such neighbours."""
-    if size == 1:
-        return LocalCollectives(), collectives
-    smaller = collectives.split(size)
-    return smaller.within, smaller.across
 
 
 @dataclass(frozen=True)

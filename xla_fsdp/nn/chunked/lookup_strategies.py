@@ -21,13 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xla_fsdp.distributed.collectives import Collectives
+from xla_fsdp.distributed.collectives import Collectives, LocalCollectives
 from xla_fsdp.distributed.shard_layout import ROWS
 from xla_fsdp.nn.chunked.chunks import Chunks
 from xla_fsdp.nn.chunked.weights import ChunkedWeights
 from xla_fsdp.nn.embedding_grad import sum_rows
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.loop import LoopCache, TensorSpec, traced_loop
+
+EXCHANGE_BYTES = 2**26
+"""Maximum size of the rows that a group of ranks asks for, and of the part of the table that each
+of its ranks gathers, to send rows and not the whole table."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,13 @@ class ExchangeRows:
         sent = self.weights.sent_rows(shards)
         part = self.part.all_gather(F.pad(sent, (0, 0, 0, self._padding)))
         # Only one rank sends a row, the others zeros, so the sums are exact.
-        return self.group.reduce_scatter(torch.where(is_here[:, None], part[row], 0.0))
+        found = torch.where(is_here[:, None], part[row], 0.0)
+        self.weights.group.gather.log.sends_one("reduce-scatter of a table's rows", found)
+        return self.group.reduce_scatter(found)
 
     def sums(self, numbers: Tensor, grad: Tensor) -> Tensor:
         reduction = self.weights.group.reduction
+        reduction.log.sends_one("all-gather of gradients of a table's rows", grad)
         row, is_here = self._locate(self.group.all_gather(numbers))
         all_grads = self.group.all_gather(grad)
         num_rows = self.part.num_shards * (self.weights.shard_rows + self._padding)
@@ -116,7 +123,7 @@ class ExchangeRows:
     def _locate(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the row in this rank's part, with padding, for each number, [n], 0 if it is in
         another one, and whether it is in this part, [n] bool."""
-        key = ("first row", self.part.num_shards)
+        key = ("first row", self._part_rows)
         row = numbers - self.cache.get(key, self._first_row)
         is_here = (row >= 0) & (row < self._part_rows)
         shard = torch.div(row, self.weights.shard_rows, rounding_mode="floor")
@@ -125,6 +132,43 @@ class ExchangeRows:
     def _first_row(self) -> Tensor:
         # An input, not a constant: all ranks must have the same program.
         return ops.upload(torch.tensor([self.group.rank * self._part_rows], dtype=torch.int32))
+
+
+def exchange_of(weights: ChunkedWeights, cache: LoopCache, num_rows: int) -> ExchangeRows | None:
+    """Return how to send ``num_rows`` rows to each rank, or None if the table is no more."""
+    size = part_size(weights, num_rows)
+    if size is None:
+        return None
+    return ExchangeRows(weights, cache, *_divided(weights.group.collectives, size))
+
+
+def part_size(weights: ChunkedWeights, num_rows: int) -> int | None:
+    """Return of how many shards each rank gathers a part, so that sending ``num_rows`` rows to
+    each rank, and their gradients, sends the least; None if gathering the whole table and reducing
+    its gradient sends no more, or nothing fits ``EXCHANGE_BYTES``."""
+    sent, ranks = weights.dtype.itemsize, weights.num_ranks
+    of_row, of_shard = 2 * sent, weights.shard_rows * (sent + weights.reduce_dtype.itemsize)
+
+    def held(size: int) -> int:  # a rank's own shard is there in any case
+        of_part = size * weights.shard_rows if size > 1 else 0
+        return (ranks // size * num_rows + of_part) * weights.width * sent
+
+    def traffic(size: int) -> int:
+        return (ranks // size - 1) * num_rows * of_row + (size - 1) * of_shard
+
+    # A part of all shards is the whole table.
+    sizes = [each for each in range(1, ranks + 1) if ranks % each == 0]
+    fitting = [each for each in sizes[:-1] if held(each) <= EXCHANGE_BYTES]
+    best = min([*fitting, ranks], key=traffic)
+    return None if traffic(best) >= traffic(ranks) else best
+
+
+def _divided(collectives: Collectives, size: int) -> tuple[Collectives, Collectives]:
+    """Return collectives among ``size`` neighbours, and among one of each such neighbours."""
+    if size == 1:
+        return LocalCollectives(), collectives
+    smaller = collectives.split(size)
+    return smaller.within, smaller.across
 
 
 def unreduced_gradient(num_rows: int, numbers: Tensor, grad: Tensor) -> Tensor:

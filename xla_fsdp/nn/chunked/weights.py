@@ -25,14 +25,17 @@ class ChunkedWeights:
     """The parameters of a head or an embedding.
 
     Args:
-        group: the parameters, for which ``why_whole`` returns nothing.
+        group: the parameters, for which ``why_whole`` returns nothing, or a larger unit's.
         rings: reduce gradients by rings of point-to-point sends, which the matmuls of an iteration
             can hide.
+        numbers: numbers of the parameters in ``group``, by "weight" and "bias" (default: by name).
     """
 
-    def __init__(self, group: FSDPParamGroup, *, rings: bool) -> None:
+    def __init__(
+        self, group: FSDPParamGroup, *, rings: bool, numbers: dict[str, int] | None = None
+    ) -> None:
         self.group = group
-        self._numbers = _numbers(group)
+        self._numbers = _numbers(group) if numbers is None else numbers
         self._reduce_by = group.collectives.in_rings() if rings else group.collectives
 
     @property

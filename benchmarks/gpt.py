@@ -137,13 +137,21 @@ def alone(shape: Shape) -> Callable[[], None]:
     import torch_xla
 
     from xla_fsdp import checkpoint_module
-    from xla_fsdp.xla import ops
 
     with torch.device("meta"):
         model = GPT(shape).to(torch.bfloat16)
     model.to_empty(device=torch_xla.device())
     for block in model.blocks:
         checkpoint_module(block)
+    shards, hand_over = part_of(model)
+    return _training_step(model, shards, shape, after_backward=hand_over)
+
+
+def part_of(model: nn.Module) -> tuple[list[nn.Parameter], Callable[[], None]]:
+    """Return 1/N of each parameter of a model that nobody shards, in float32, for one of N ranks to
+    step; and what hands it its gradients after a backward, which then are nobody else's."""
+    from xla_fsdp.xla import ops
+
     whole, ranks = list(model.parameters()), ops.world_size()
     shards = [
         nn.Parameter(torch.empty(-(-len(each) // ranks), *each.shape[1:], device=each.device))
@@ -156,7 +164,7 @@ def alone(shape: Shape) -> Callable[[], None]:
         for each, shard, grad in zip(whole, shards, grads, strict=True):
             each.grad, shard.grad = None, grad[: len(shard)].float()
 
-    return _training_step(model, shards, shape, after_backward=hand_over)
+    return shards, hand_over
 
 
 def _wrapped(

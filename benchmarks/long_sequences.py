@@ -6,9 +6,10 @@
 stacked parameters, streamed embedding and head, an optimizer that steps in backward. ``offloaded``
 is that with the layers' inputs in the host's memory, ``ring`` and ``ulysses`` have each sequence
 cut over ``--context`` ranks besides. ``jax`` is a scan over layers with JAX's splash attention
-kernel (``jax_llama.py``). All have one sequence per rank, or per context, AdamW with fp32 state,
-bf16 compute and layers that are recomputed in backward, in the steady state. Figures are as in
-``tpu_compile``.
+kernel (``jax_llama.py``). ``plain`` is ordinary nesting, and ``alone`` the model without any
+sharding, as in ``tpu_compile``. All have one sequence per rank, or per context, AdamW with fp32
+state, bf16 compute and layers that are recomputed in backward, in the steady state. Figures are as
+in ``tpu_compile``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,13 @@ SIZES = {"width": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336}
 LEAN = {"lean": True, "attention": "xla_fsdp"}
 OFFLOADED = {**LEAN, "offload": True}
 OURS: dict[str, dict[str, Any]] = {
+    "plain": {"attention": "xla_fsdp"},
     "ours": LEAN,
     "offloaded": OFFLOADED,
     "ring": {**OFFLOADED, "method": "ring"},
     "ulysses": {**OFFLOADED, "method": "ulysses"},
 }
-PROGRAMS = (*OURS, "jax")
+PROGRAMS = (*OURS, "jax", "alone")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--topology", action="append", help="default v6e:8x8; may be repeated")
     parser.add_argument("--lengths", default="8192", metavar="LENGTH,...")
     parser.add_argument("--blocks", type=int, default=32)
+    parser.add_argument("--sizes", default="", metavar="NAME=N,...", help="others than the 8B's")
     parser.add_argument("--context", type=int, default=4, help="ranks that share a sequence")
     parser.add_argument("--only", default="ours,jax", metavar="NAME,...", help=", ".join(PROGRAMS))
     parser.add_argument("--max_host_mem", type=float, default=10, metavar="GIB")
@@ -91,7 +94,7 @@ def _sharers(name: str, options: argparse.Namespace) -> int:
 
 def _examine(name: str, topology: Topology, length: int, options: argparse.Namespace) -> Result:
     if name == "jax":
-        traced = in_child(_lowered_by_jax, topology, length, options.blocks)
+        traced = in_child(_lowered_by_jax, topology, length, options.blocks, _sizes(options))
     else:
         traced = in_child(_traced, name, topology, length, options)
     [program] = traced.programs
@@ -119,15 +122,51 @@ def _traced(name: str, topology: Topology, length: int, options: argparse.Namesp
     if sharers > 1:
         sizes = {"shard": topology.num_ranks // sharers, "context": sharers}
         mesh = {"mesh": mesh_on(topology, sizes)}
-    how = {**SIZES, **OURS[name], **mesh, "length": length, "blocks": options.blocks}
+    sizes = {**_sizes(options), "blocks": options.blocks}
+    if name == "alone":
+        return trace_step(lambda: _alone(llama, sizes, length), topology.coords)
+    how = {**sizes, **OURS[name], **mesh, "length": length}
     return trace_step(lambda: llama.step(**how), topology.coords)
 
 
-def _lowered_by_jax(topology: Topology, length: int, blocks: int) -> Traced:
+def _sizes(options: argparse.Namespace) -> dict[str, int]:
+    given = (each.split("=") for each in options.sizes.split(",") if each)
+    return {**SIZES, **{name: int(size) for name, size in given}}
+
+
+def _alone(llama: Any, sizes: dict[str, int], length: int) -> Callable[[], None]:
+    """Return a step of the Llama that nobody shards, as ``gpt.alone`` does."""
+    import torch
+    import torch_xla
+
+    from gpt import part_of
+    from large_models import optimizer_of
+    from xla_fsdp import checkpoint_module
+
+    device = torch_xla.device()
+    model = llama.build_model(llama.Sizes(**sizes), attention="xla_fsdp").to(torch.bfloat16)
+    model.to_empty(device=device)
+    for layer in model.model.layers:
+        checkpoint_module(layer)
+    shards, hand_over = part_of(model)
+    optimizer = optimizer_of(shards)
+    tokens, targets = (torch.zeros(1, length, dtype=torch.long).to(device) for _ in range(2))
+
+    def step() -> None:
+        llama.next_token_loss(model, tokens, targets).backward()
+        hand_over()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+
+    return step
+
+
+def _lowered_by_jax(topology: Topology, length: int, blocks: int, sizes: dict[str, int]) -> Traced:
     os.environ.update(compiler_environment(topology))
     import jax_llama
 
-    return jax_llama.lowered(jax_llama.Shape(length, blocks), topology)
+    return jax_llama.lowered(jax_llama.Shape(length, blocks, **sizes), topology)
 
 
 if __name__ == "__main__":

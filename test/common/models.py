@@ -303,6 +303,21 @@ class AttentionNet(ScanNet):
         super().__init__(block=_AttentionBlock)
 
 
+class _VmapBlock(ScanBlock):
+    """Its MLP is written for one row."""
+
+    def forward(self, x: Tensor, gain: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        mapped = torch.vmap(lambda row: self.down(F.gelu(self.up(row))) * gain)
+        return x + mapped(self.norm(x))
+
+
+class VmapNet(ScanNet):
+    """Blocks that compute by ``torch.vmap``."""
+
+    def __init__(self) -> None:
+        super().__init__(block=_VmapBlock)
+
+
 class ScanNetOfOne(ScanNet):
     """With a single block."""
 

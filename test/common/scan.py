@@ -57,6 +57,7 @@ CASES: dict[str, Case] = {
     "auto_by_name": Case(policy="transformer", options={"scan_layers": "blocks"}, remat="inside"),
     "groups_of_two": Case("ScanNet", scan={}, groups_of=2, clip=(0.3, 2.0)),
     "numbers": Case("NumbersNet", scan={}, evaluate=True),
+    "vmap": Case("VmapNet", scan={}),
     "two_kinds": Case("TwoKindsNet", scan=ALL_LARGE, evaluate=True),
     "pattern": Case("PatternNet", scan={}, evaluate=True),
     "pattern_no_remat": Case("PatternNet", scan={"remat": "none"}),

@@ -9,7 +9,7 @@ from test.common.scan import CASES
 
 QUICK = (
     (3, "plain"), (3, "no_sync"), (3, "adapters"), (3, "auto_by_name"),
-    (3, "offload_named"), (3, "numbers"), (3, "pattern"), (3, "holding"),
+    (3, "offload_named"), (3, "numbers"), (3, "vmap"), (3, "pattern"), (3, "holding"),
 )  # fmt: skip
 ALL = [(n, name) for n in (1, 2, 3, 4, 8) for name, case in CASES.items() if case.fits(n)]
 QUICK_RUNS = Runs({(n, name): CASES[name] for n, name in QUICK})

@@ -623,7 +623,7 @@ def refused_in_forward(rank: int) -> dict[str, str]:
         ),
         ("add_hook", ["lin in a scanned block has hooks"]),
         ("add_host_tensor", ["NoLoopError: lin.table of a scanned block is in host memory"]),
-        ("Collecting", ["changes a container", "argument 1.0", "lost"]),
+        ("Collecting", ["changes a container", "argument 1[0]", "lost"]),
         ("Normalized", ["changes its buffer norm.running_mean", "BatchNorm"]),
         ("InPlace", ["changes its argument 0 in place", "x = x + y"]),
         ("Pair", ["must return one tensor", "returned"]),

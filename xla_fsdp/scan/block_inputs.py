@@ -97,9 +97,11 @@ def _map_leaves(visit: Callable[[Any, str], Any], tree: Any, name: str) -> Any:
 
 
 def _argument_name(name: str) -> str:
-    """Name a position in (args, kwargs): "0.2" and "1.mask" are arguments 2 and mask."""
-    kind, _, rest = name.partition(".")
-    return f"argument {rest}" if rest and kind in "01" else name
+    """Name a position in (args, kwargs): "0.2" is argument 2, "1.masks.0" argument masks[0]."""
+    kind, *path = name.split(".")
+    if not path or kind not in ("0", "1"):
+        return name
+    return f"argument {path[0]}{''.join(f'[{key}]' for key in path[1:])}"
 
 
 def _join(prefix: str, key: str) -> str:

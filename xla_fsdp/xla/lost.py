@@ -136,7 +136,9 @@ class TracedTensors(TorchFunctionMode):
     def _add(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             key = id(tensor)
-            if key in self._outside:  # also if it has been changed in place
+            # Of transforms of torch.func, which no other code sees: what they wrap is seen.
+            wraps = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            if wraps or key in self._outside:  # also if it has been changed in place
                 continue
             is_since = tensor.device.type == "xla" and tensor_id(tensor) >= self._first
             if key in self._made or is_since:

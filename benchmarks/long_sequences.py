@@ -6,10 +6,10 @@
 stacked parameters, streamed embedding and head, an optimizer that steps in backward. ``offloaded``
 is that with the layers' inputs in the host's memory, ``ring`` and ``ulysses`` have each sequence
 cut over ``--context`` ranks besides. ``jax`` is a scan over layers with JAX's splash attention
-kernel (``jax_llama.py``). ``plain`` is ordinary nesting, and ``alone`` the model without any
-sharding, as in ``tpu_compile``. All have one sequence per rank, or per context, AdamW with fp32
-state, bf16 compute and layers that are recomputed in backward, in the steady state. Figures are as
-in ``tpu_compile``.
+kernel (``jax_llama.py``). ``ordinary`` are layers, embedding and head that are wrapped and no more,
+and ``alone`` is the model without any sharding, both as in ``tpu_compile``. All have one sequence
+per rank, or per context, AdamW with fp32 state, bf16 compute and layers that are recomputed in
+backward, in the steady state. Figures are as in ``tpu_compile``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES = {"width": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336}
 LEAN = {"lean": True, "attention": "xla_fsdp"}
 OFFLOADED = {**LEAN, "offload": True}
 OURS: dict[str, dict[str, Any]] = {
-    "plain": {"attention": "xla_fsdp"},
+    "ordinary": {"scan": True, "attention": "xla_fsdp"},
     "ours": LEAN,
     "offloaded": OFFLOADED,
     "ring": {**OFFLOADED, "method": "ring"},

@@ -79,7 +79,7 @@ def test_the_benchmark_writes_figures_of_ours_and_of_jax(tmp_path: Path) -> None
     pytest.importorskip("libtpu")
     done = run_python(
         str(BENCHMARKS / "long_sequences.py"), "--topology", "v5e:2x2", "--lengths", "1024",
-        "--blocks", "2", "--context", "2", "--only", "ours,ulysses,jax",
+        "--blocks", "2", "--context", "2", "--only", "ours,ulysses,jax,alone",
         "--cache_dir", str(tmp_path),
         timeout=1500,
     )  # fmt: skip
@@ -89,7 +89,7 @@ def test_the_benchmark_writes_figures_of_ours_and_of_jax(tmp_path: Path) -> None
         for line in done.stdout.splitlines()
         if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) > 4
     }
-    assert rows[""] == ["ours", "ulysses", "jax", "/ ulysses", "/ jax"]
+    assert rows[""] == ["ours", "ulysses", "jax", "alone", "/ ulysses", "/ jax", "/ alone"]
     peaks = [float(cell.replace(",", "")) for cell in rows["peak, MiB"][:3]]
     assert peaks[0] < peaks[2]
     for label in ("tokens/s, estimated", "wire, MB"):

@@ -529,7 +529,7 @@ def test_ranks_that_use_other_heads_are_told() -> None:
         run_on_ranks(use_other_heads, 2)
 
 
-def losses_of_steps(rank: int) -> list[list[float]]:
+def losses_of_steps(rank: int, torus: tuple[int, ...]) -> list[list[float]]:
     """Losses of steps that are traced, and of steps that are replayed."""
     import torch_xla
 
@@ -539,7 +539,7 @@ def losses_of_steps(rank: int) -> list[list[float]]:
     large_weights.LEAST_BYTES, large_weights.PIECE_BYTES = 2**16, 2**16
     found = []
     for is_compiled in (False, True):
-        model = wrapped()
+        model = wrapped({"collectives": on_torus(torus, rank)} if torus else {})
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
         def one(
@@ -557,12 +557,14 @@ def losses_of_steps(rank: int) -> list[list[float]]:
             tokens, targets = (each.to(torch_xla.device()) for each in batch(rank, number))
             losses.append(step(tokens, targets).item())
         found.append(losses)
-        assert len(model._fsdp_unit.loops.made) == 2
+        # Loops over the head; and where rows of the table are sent, the first one of the rank's.
+        assert len(model._fsdp_unit.loops.made) == (3 if torus else 2)
     return found
 
 
-def test_steps_are_replayed() -> None:
-    for traced, replayed in run_on_ranks(losses_of_steps, 2):
+@pytest.mark.parametrize(("num_ranks", "torus"), [(2, ()), (4, (2, 2))])
+def test_steps_are_replayed(num_ranks: int, torus: tuple[int, ...]) -> None:
+    for traced, replayed in run_on_ranks(losses_of_steps, num_ranks, torus):
         assert replayed == pytest.approx(traced, rel=1e-6)
         assert traced[-1] < traced[0]
 

@@ -104,10 +104,12 @@ class State:
 
     @property
     def constants(self) -> list[Tensor]:
-        """Tensors that loops keep, with a body that was traced once. Units trace loops in steps."""
-        loops = [loop for unit in self.units for loop in unit.loops.made.values()]
-        bodies = [*self._bodies, *(loop.body for loop in loops if isinstance(loop, Loop))]
-        return [tensor for body in bodies for tensor in body.captured.values()]
+        """Tensors that units make for all steps, and those that loops keep, with a body that was
+        traced once. Units trace loops in steps."""
+        made = [each for unit in self.units for each in unit.loops.made.values()]
+        bodies = [*self._bodies, *(each.body for each in made if isinstance(each, Loop))]
+        kept = [tensor for body in bodies for tensor in body.captured.values()]
+        return [*kept, *(each for each in made if isinstance(each, Tensor))]
 
     def _add(self, label: str, value: Any) -> None:
         """Add a module with those inside of it, an optimizer, or an object."""

@@ -106,7 +106,7 @@ def about_bytes(wire: int, minimum: int, *, activations: bool) -> Iterator[str]:
         yield (
             f"{wire / MB:.0f} MB are sent in a step, less than the {minimum / MB:.0f} MB of all "
             f"parameters in the dtypes that units gather them in: the compiler sends as bf16 what "
-            f"is only used in products that round to bf16, and a streamed embedding sends the rows "
+            f"is only used in products that round to bf16, and a large embedding sends the rows "
             f"that are looked up"
         )
 

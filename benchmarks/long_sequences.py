@@ -33,13 +33,12 @@ SIZES = {"width": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336}
 LEAN = {"lean": True, "attention": "xla_fsdp"}
 OFFLOADED = {**LEAN, "offload": True}
 OURS: dict[str, dict[str, Any]] = {
-    "ordinary": {"scan": True, "attention": "xla_fsdp"},
     "ours": LEAN,
     "offloaded": OFFLOADED,
     "ring": {**OFFLOADED, "method": "ring"},
     "ulysses": {**OFFLOADED, "method": "ulysses"},
 }
-PROGRAMS = (*OURS, "jax", "alone")
+PROGRAMS = (*OURS, "ordinary", "jax", "alone")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,8 +122,8 @@ def _traced(name: str, topology: Topology, length: int, options: argparse.Namesp
         sizes = {"shard": topology.num_ranks // sharers, "context": sharers}
         mesh = {"mesh": mesh_on(topology, sizes)}
     sizes = {**_sizes(options), "blocks": options.blocks}
-    if name == "alone":
-        return trace_step(lambda: _alone(llama, sizes, length), topology.coords)
+    if name in ("ordinary", "alone"):
+        return trace_step(lambda: _by_hand(name, llama, sizes, length), topology.coords)
     how = {**sizes, **OURS[name], **mesh, "length": length}
     return trace_step(lambda: llama.step(**how), topology.coords)
 
@@ -134,22 +133,30 @@ def _sizes(options: argparse.Namespace) -> dict[str, int]:
     return {**SIZES, **{name: int(size) for name, size in given}}
 
 
-def _alone(llama: Any, sizes: dict[str, int], length: int) -> Callable[[], None]:
-    """Return a step of the Llama that nobody shards, as ``gpt.alone`` does."""
+def _by_hand(name: str, llama: Any, sizes: dict[str, int], length: int) -> Callable[[], None]:
+    """Return a step of the Llama in ordinary nesting, or ``alone``, which nobody shards."""
     import torch
     import torch_xla
 
     from gpt import part_of
-    from large_models import optimizer_of
-    from xla_fsdp import checkpoint_module
+    from large_models import leave_alone, optimizer_of
+    from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
     device = torch_xla.device()
-    model = llama.build_model(llama.Sizes(**sizes), attention="xla_fsdp").to(torch.bfloat16)
-    model.to_empty(device=device)
-    for layer in model.model.layers:
-        checkpoint_module(layer)
-    shards, hand_over = part_of(model)
-    optimizer = optimizer_of(shards)
+    model = llama.build_model(llama.Sizes(**sizes), attention="xla_fsdp")
+    layers = model.model.layers
+    if name == "alone":
+        model.to(torch.bfloat16).to_empty(device=device)
+        for layer in layers:
+            checkpoint_module(layer)
+        stepped, hand_over = part_of(model)
+    else:
+        options: Any = {"compute_dtype": torch.bfloat16, "param_init_fn": leave_alone}
+        for number, layer in enumerate(layers):
+            layers[number] = XlaFullyShardedDataParallel(checkpoint_module(layer), **options)
+        model = XlaFullyShardedDataParallel(model, **options)
+        stepped, hand_over = list(model.parameters()), lambda: None
+    optimizer = optimizer_of(stepped)
     tokens, targets = (torch.zeros(1, length, dtype=torch.long).to(device) for _ in range(2))
 
     def step() -> None:

@@ -173,6 +173,35 @@ def test_what_fsdp2s_functions_save_is_imported(tmp_path: Path, flatten: bool) -
     assert bits(torch.load(again, weights_only=True)["model"]) == bits(net.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("kind", "sharded", "whole"),
+    [
+        ("AdamW", {"exp_avg", "exp_avg_sq"}, {"step"}),
+        ("Adafactor", set(), {"step", "unsharded.row_var", "unsharded.col_var"}),
+    ],
+)
+def test_state_that_is_no_parameters_is_not_cut(
+    tmp_path: Path, kind: str, sharded: set[str], whole: set[str]
+) -> None:
+    """Not the count of steps of a scalar, either, which has the scalar's shape."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = getattr(torch.optim, kind)(net.parameters())
+    net(torch.randint(0, 11, (7,))).logsumexp(-1).sum().backward()
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    dcp.save(
+        {"model": model_state, "optim": optimizer_state}, checkpoint_id=tmp_path / "d", no_dist=True
+    )
+    new = tmp_path / "new"
+    assert run("--ckpt_prefix", tmp_path / "d", "--save_path", new, "--to_world_size", 2) == 0
+    for path in new.rglob("*.safetensors"):
+        states = open_shard(str(path)).metadata["optimizer"]["states"]
+        assert set(states["embed.weight"]["sharded"]) == sharded
+        assert set(states["embed.weight"]["whole"]) == whole
+        assert states["scale"]["whole"] == ["step"]
+
+
 @pytest.mark.slow
 def test_a_job_of_two_fsdp2_ranks_goes_on_from_here_and_back(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -435,6 +435,7 @@ def test_without_the_compiler_the_error_says_what_to_install(
         (["json:dumps", "--sweep", "batch"], "not of the form option=value"),
         (["json:dumps", "--mesh", "shard"], "not of the form option=value"),
         (["json:dumps", "--mesh", "shard=x"], "not of the form axis=size,axis=size"),
+        (["json:dumps", "--mesh", "a=2,a=4"], "axis=size,axis=size, each axis once"),
         (["json:dumps", "--mesh", "a=2,b=4"], "2 x 4 = 8 ranks, but the job has 16"),
         (["platform:uname", "--set", "batch=2"], "uname() cannot be called with batch"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import copy
 import pickle
 import tempfile
@@ -402,6 +403,22 @@ def test_losses_of_cut_logits_are_those_of_the_whole() -> None:
         assert len(found) == 12
         for name, errors in found.items():
             assert max(errors) < 2e-6, (name, errors)
+
+
+@scenarios.add
+def out_of_range(rank: int) -> list[float]:
+    """Losses of rows whose targets are no classes, or are ignored."""
+    from xla_fsdp.tensor_parallel import loss_parallel
+
+    logits = on_device(given(5, 8).chunk(RANKS, 1)[rank])
+    target = on_device(torch.tensor([0, 8, -1, 999, -100]))
+    with loss_parallel(tensor_mesh()["tensor"]):
+        return F.cross_entropy(logits, target, reduction="none").tolist()
+
+
+def test_the_loss_of_a_target_out_of_range_is_nan() -> None:
+    found = [math.isnan(each) for each in scenarios.result("out_of_range")]
+    assert found == [False, True, True, True, False]
 
 
 @scenarios.add

@@ -16,6 +16,7 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import sys
 import traceback
@@ -283,9 +284,10 @@ def _choices(options: argparse.Namespace) -> dict[str, list[Any]]:
 
 def _axes(words: str) -> dict[str, int]:
     pairs = [_pair(word) for word in words.split(",")]
-    if not all(size.isdecimal() for _, size in pairs):
-        raise ValueError(f"{words!r} is not of the form axis=size,axis=size")
-    return {name: int(size) for name, size in pairs}
+    sizes = {name: int(size) for name, size in pairs if size.isdecimal()}
+    if len(sizes) < len(pairs):
+        raise ValueError(f"{words!r} is not of the form axis=size,axis=size, each axis once")
+    return sizes
 
 
 def _pair(word: str) -> tuple[str, str]:
@@ -296,14 +298,15 @@ def _pair(word: str) -> tuple[str, str]:
 
 
 def _value(word: str) -> Any:
-    """Convert "on" and "off" to a bool, a number to int or float; return other words as given."""
+    """Convert "on" and "off" to a bool, a number to int or float; return other words as given, nan
+    and inf, too."""
     if word in ("on", "off"):
         return word == "on"
     for number in (int, float):
-        try:
-            return number(word)
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError):
+            found = number(word)
+            if number is int or math.isfinite(found):
+                return found
     return word
 
 

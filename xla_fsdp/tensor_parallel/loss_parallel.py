@@ -145,7 +145,8 @@ def parallel_cross_entropy(
     Args:
         input: local logits, [classes], [rows, classes] or [rows, classes, ...]; ranks hold slices
             of the classes in the order of the axis.
-        target: global class numbers, equal on all ranks; [], [rows] or [rows, ...], integers.
+        target: global class numbers, equal on all ranks; [], [rows] or [rows, ...], integers. The
+            loss of one out of range is NaN.
         axis: the ranks over which classes are sharded.
         weight: weights of all classes, [global classes].
         ignore_index: target of rows that are ignored.
@@ -164,10 +165,12 @@ def parallel_cross_entropy(
     rows = logits.reshape(-1, logits.shape[-1])
     goal = target.reshape(-1)
     counts = goal != ignore_index
-    goal = torch.where(counts, goal, 0)
+    is_class = (goal >= 0) & (goal < rows.shape[-1] * axis.size)
+    goal = torch.where(counts & is_class, goal, 0)
     share = counts.float()
     if weight is not None:
         share = torch.where(counts, weight.float().index_select(0, goal), 0.0)
+    share = torch.where(counts & ~is_class, float("nan"), share)
     losses = _RowLosses.apply(rows, goal, share, weight, axis, label_smoothing)
     losses = torch.where(counts, losses, 0.0)
     if reduction == "none":

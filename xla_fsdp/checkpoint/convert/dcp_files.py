@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xla_fsdp.checkpoint.convert.reshard import shard_of
+from xla_fsdp.checkpoint.convert.reshard import is_number, shard_of
 from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     checked_shape,
@@ -56,6 +56,7 @@ from xla_fsdp.checkpoint.files.torch_file import (
 )
 from xla_fsdp.checkpoint.format.codec import json_value
 from xla_fsdp.checkpoint.format.records import (
+    UNSHARDED,
     GroupRecord,
     MemberRecord,
     OptimizerState,
@@ -216,15 +217,24 @@ def _shard(
 def _optimizer_state(
     reader: _Reader, tensors: Mapping[Path, TensorSource], records: Mapping[str, ParamRecord]
 ) -> OptimizerState | None:
-    """Return the optimizer's state; tensors of their parameter's shape have kind ``SHARD``."""
+    """Return the optimizer's state: tensors of their parameter's shape have kind ``SHARD``, of
+    others that are no numbers the names begin with ``UNSHARDED``."""
+    shapes = {name: record.members[0].shape for name, record in records.items()}
+    # A scalar parameter has a state of its shape, and a count of steps of that shape, too.
+    of_all = {"step"} | {
+        state
+        for (name, state), source in tensors.items()
+        if is_number(source.spec) and source.shape != shapes.get(name)
+    }
     states: dict[str, dict[str, StateEntry]] = defaultdict(dict)
     for (name, state), source in tensors.items():
-        record = records.get(name)
-        if record is not None and source.shape == record.members[0].shape:
-            shard = shard_of(record, [source], 0, 1)
+        if is_number(source.spec) and (state in of_all or name not in shapes):
+            states[name][state] = StateEntry(StateKind.DEVICE, source)
+        elif source.shape == shapes.get(name):
+            shard = shard_of(records[name], [source], 0, 1)
             states[name][state] = StateEntry(StateKind.SHARD, shard)
         else:
-            states[name][state] = StateEntry(StateKind.DEVICE, source)
+            states[name][UNSHARDED + state] = StateEntry(StateKind.DEVICE, source)
     groups: dict[int, dict[str, Any]] = defaultdict(dict)
     of_parameters: dict[str, dict[str, Any]] = defaultdict(dict)
     for entry, path in reader.paths.items():

@@ -162,7 +162,7 @@ class SourceCheckpoint:
 
         def has_its_shape(value: Any) -> bool:
             is_tensor = is_whole and isinstance(value, TensorSource)
-            return is_tensor and value.shape == shape and not _is_number(value.spec)
+            return is_tensor and value.shape == shape and not is_number(value.spec)
 
         return {
             state: entry.value
@@ -424,7 +424,7 @@ class _Reader:
                 continue
             if (
                 entry.kind is StateKind.VALUE
-                or _is_number(entry.value.spec)
+                or is_number(entry.value.spec)
                 or state.startswith(UNSHARDED)
             ):
                 yield state, entry
@@ -451,7 +451,8 @@ class _Reader:
             self._problems.append(problem)
 
 
-def _is_number(spec: TensorSpec) -> bool:
+def is_number(spec: TensorSpec) -> bool:
+    """Return whether a tensor of optimizer state is one number of its parameter, or none."""
     # torch_xla's optimizers have empty tensors for the states they do not use.
     return spec.shape in ((), (0,), (1,))
 

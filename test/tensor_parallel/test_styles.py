@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import copy
+import math
 import pickle
 import tempfile
 from collections import Counter

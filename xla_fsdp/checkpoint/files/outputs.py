@@ -185,9 +185,7 @@ def write_outputs(
     with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
         for folder in {os.path.dirname(output.path) for output in outputs}:
             remove_abandoned(folder)
-        begun = [
-            (output, files.add(output.path, directory=output.is_directory)) for output in outputs
-        ]
+        begun = [(output, files.add(output.path)) for output in outputs]
         tasks: list[CopyTask] = []
         for output, temporary in begun:
             with failing(output.path):

@@ -16,7 +16,7 @@ from functools import cached_property
 from glob import escape, glob
 from typing import Any
 
-from xla_fsdp.checkpoint.errors import CheckpointError, listed, naming
+from xla_fsdp.checkpoint.errors import CheckpointError, failing, listed, naming
 from xla_fsdp.checkpoint.files.checksum import digest, is_checksum, written
 from xla_fsdp.checkpoint.files.copying import Verifier, verified, verifying
 from xla_fsdp.checkpoint.files.json_values import unpack
@@ -28,7 +28,13 @@ from xla_fsdp.checkpoint.files.safetensors_file import (
     read_header,
     shard_metadata_of,
 )
-from xla_fsdp.checkpoint.files.storage import Staging, fetch, is_url, open_storage, split_path
+from xla_fsdp.checkpoint.files.storage import (
+    Staging,
+    fetch,
+    is_url,
+    open_storage,
+    split_path,
+)
 from xla_fsdp.checkpoint.files.tensor_source import (
     LOCAL,
     ByteSource,
@@ -420,7 +426,8 @@ class TorchLayout(Layout):
 
 def open_remote_torch(url: str) -> Shard:
     """Open the shard in a torch file at a URL, of which it makes a local copy."""
-    copy = Staging()
+    with failing(url, "cannot be copied"):
+        copy = Staging()
     path = fetch(url, copy.path)
     try:
         shard = open_torch(path)

@@ -17,7 +17,8 @@ from test.common.saving import save_step
 from test.common.shard_maker import bits, file_of, snapshot, with_optimizer
 from xla_fsdp.checkpoint import find_problems, open_shard
 from xla_fsdp.checkpoint.files import copying
-from xla_fsdp.checkpoint.format.records import VERSION, FileRecord, Marker
+from xla_fsdp.checkpoint.format.records import VERSION
+from xla_fsdp.checkpoint.format.step_files import FileRecord, Marker
 from xla_fsdp.checkpoint.steps.step_directory import MARKER
 from xla_fsdp.consolidate_sharded_ckpts import main
 

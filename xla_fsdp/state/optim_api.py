@@ -25,6 +25,7 @@ from xla_fsdp.checkpoint.format.records import (
     StateEntry,
     StateKind,
 )
+from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.fsdp.engine.module_state import named_shards
 from xla_fsdp.fsdp.engine.param import all_joined
 from xla_fsdp.fsdp.engine.param_group import NamedShard
@@ -92,13 +93,7 @@ def cut_optim_state_dict(
 def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state of this rank's shards, by their keys in ``state_dict()``."""
     state = read_optimizer(optimizer, params_by_key(model))
-    return {
-        "state": {
-            key: {name: _on_host(entry.value) for name, entry in entries.items()}
-            for key, entries in state.states.items()
-        },
-        "param_groups": [{**group.options, "params": list(group.params)} for group in state.groups],
-    }
+    return map_tensors(_on_host, state.to_dict())
 
 
 def load_sharded_optim_state_dict(
@@ -157,22 +152,7 @@ def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None
                 full[name, entry_name] = tensor.cpu()
     if not shown:
         return {}
-    return {
-        "state": {
-            name: {
-                entry_name.removeprefix(UNSHARDED): full[name, entry_name]
-                if entry.kind is StateKind.SHARD
-                else _on_host(entry.value)
-                for entry_name, entry in entries.items()
-            }
-            for key, entries in state.states.items()
-            for name in names.of(key)
-        },
-        "param_groups": [
-            {**group.options, "params": [name for key in group.params for name in names.of(key)]}
-            for group in state.groups
-        ],
-    }
+    return state.unsharded(names.of, full, _on_host).to_dict()
 
 
 def from_full(
@@ -190,10 +170,7 @@ def from_full(
 
 def from_shards(given: Mapping[str, Any], template: OptimizerState) -> OptimizerState:
     """Read a result of ``sharded_optim_state_dict``; ``write_optimizer`` checks whether it fits."""
-    groups = tuple(
-        GroupRecord(tuple(part["params"]), {n: v for n, v in part.items() if n != "params"})
-        for part in given["param_groups"]
-    )
+    groups = tuple(GroupRecord.of(part, part["params"]) for part in given["param_groups"])
 
     def entry(key: str, name: str, value: Any) -> StateEntry:
         own = template.states.get(key, {}).get(name)
@@ -342,7 +319,7 @@ class _Reader:
                 self.problems.append(
                     f"{key} joins {', '.join(own)}, which are not all in one group of the state"
                 )
-        return GroupRecord(tuple(keys), {n: v for n, v in part.items() if n != "params"})
+        return GroupRecord.of(part, keys)
 
     def entries(self, key: str) -> dict[str, StateEntry]:
         wanted = self._template.states.get(key, {})

@@ -56,7 +56,6 @@ from xla_fsdp.checkpoint.files.tensor_source import (
 from xla_fsdp.checkpoint.format.consistency import check_marker, find_problems
 from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint, full_checkpoint
 from xla_fsdp.checkpoint.format.plan import identify, make_plan
-from xla_fsdp.checkpoint.format.records import Marker
 from xla_fsdp.checkpoint.format.shard_files import (
     DCP_METADATA,
     SAFETENSORS,
@@ -68,6 +67,7 @@ from xla_fsdp.checkpoint.format.shard_files import (
     open_torch,
     verifying_shards,
 )
+from xla_fsdp.checkpoint.format.step_files import Marker
 from xla_fsdp.checkpoint.steps.step_directory import (
     MARKER,
     find_marker,

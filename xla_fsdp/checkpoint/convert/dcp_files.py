@@ -248,13 +248,14 @@ def _optimizer_state(
 
 
 def _group(index: int, options: dict[str, Any]) -> GroupRecord:
-    params = options.pop("params", [])
+    params = options.get("params", [])
     if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
         raise CheckpointError(
             f"optim.param_groups.{index}.params holds no names; save get_optimizer_state_dict("
             f"model, optimizer) of torch.distributed.checkpoint.state_dict, or the model alone"
         )
-    return GroupRecord(tuple(params), json_value(options, f"optim.param_groups.{index}"))
+    group = GroupRecord.of(options, params)
+    return replace(group, options=json_value(group.options, f"optim.param_groups.{index}"))
 
 
 class _Reader:

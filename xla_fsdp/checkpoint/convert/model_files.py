@@ -108,7 +108,7 @@ def model_outputs(full: FullCheckpoint, path: str, kind: Kind, layout: Layout) -
     if kind is Kind.TORCH:
         content: dict[str, Any] = {"model": dict(full.model)}
         if full.optimizer is not None:
-            content["optimizer"] = optimizer_content(full.optimizer)
+            content["optimizer"] = full.optimizer.to_dict()
         return [TorchOutput(path, content)]
     raise_if(
         [
@@ -139,26 +139,10 @@ def older_files(outputs: Sequence[Output], path: str, kind: Kind) -> list[str]:
     return [path for path in found if path not in new]
 
 
-def optimizer_content(optimizer: OptimizerState) -> dict[str, Any]:
-    """Return an optimizer's state dict with names of parameters in place of their indices.
-
-    FSDP2's ``get_optimizer_state_dict`` has the same form.
-    """
-    return {
-        "state": {
-            name: {what: entry.value for what, entry in state.items()}
-            for name, state in optimizer.states.items()
-        },
-        "param_groups": [
-            {**group.options, "params": list(group.params)} for group in optimizer.groups
-        ],
-    }
-
-
 def dcp_content(full: FullCheckpoint, layout: Layout) -> dict[str, Any]:
     """Return what a program of torch saves: ``{"model": ..., "optim": ...}``, or the names of
     torchtitan."""
-    optim = {} if full.optimizer is None else optimizer_content(full.optimizer)
+    optim = {} if full.optimizer is None else full.optimizer.to_dict()
     if not layout.torchtitan:
         return {"model": dict(full.model), **({"optim": optim} if optim else {})}
     flat = {
@@ -194,7 +178,7 @@ def _described(optimizer: OptimizerState) -> dict[str, Any]:
     """Return groups and values as JSON, and the names of the states that are tensors."""
     record = optimizer.record()
     return {
-        "param_groups": optimizer_content(optimizer)["param_groups"],
+        "param_groups": optimizer.to_dict()["param_groups"],
         "state": {
             name: {
                 "tensors": [w for w, e in state.items() if e.kind is not StateKind.VALUE],

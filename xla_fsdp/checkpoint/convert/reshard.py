@@ -125,7 +125,7 @@ class SourceCheckpoint:
         self.own = shards[own]
         # Not in the original dtypes of buffers: what loads them holds them as they are saved.
         full = full_checkpoint(replace(plan, dtypes={}), shards, own)
-        self._states = {} if full.optimizer is None else full.optimizer.states
+        self.optimizer = full.optimizer
         self.key_of: dict[str, str] = {}
         self.tensors: dict[str, TensorSource] = {}
         for key in (*plan.sharded, *plan.unsharded):
@@ -158,6 +158,8 @@ class SourceCheckpoint:
 
     def full_states(self, name: str) -> dict[str, TensorSource]:
         """Return the global optimizer states of a parameter that have the parameter's shape."""
+        if self.optimizer is None:
+            return {}
         is_whole, shape = self.key_of[name] in self.plan.unsharded, self.tensors[name].shape
 
         def has_its_shape(value: Any) -> bool:
@@ -166,7 +168,7 @@ class SourceCheckpoint:
 
         return {
             state: entry.value
-            for state, entry in self._states.get(name, {}).items()
+            for state, entry in self.optimizer.states.get(name, {}).items()
             if entry.kind is StateKind.SHARD or has_its_shape(entry.value)
         }
 
@@ -301,16 +303,11 @@ class _Reader:
     # ------------------------------------------------------------ the optimizer
 
     def read_optimizer(self, target_groups: Sequence[Sequence[str]]) -> None:
-        old = self._source.plan.optimizer
+        old = self._source.optimizer
         if old is None:
             self._problems.append("the checkpoint holds no optimizer state; load without one")
             return
-        group_of = {
-            name: index
-            for index, group in enumerate(old.groups)
-            for key in group.params
-            for name in self._source.plan.names_of(key)
-        }
+        group_of = {name: i for i, group in enumerate(old.groups) for name in group.params}
         used: set[str] = set()
         groups: list[GroupRecord] = []
         states: dict[str, dict[str, StateEntry]] = {}

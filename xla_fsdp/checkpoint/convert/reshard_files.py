@@ -34,16 +34,14 @@ from xla_fsdp.checkpoint.files.tensor_source import TensorSource, full_path
 from xla_fsdp.checkpoint.format.full_tensors import MergePlan
 from xla_fsdp.checkpoint.format.plan import make_plan
 from xla_fsdp.checkpoint.format.records import (
-    FileRecord,
-    Marker,
     ParamRecord,
     ShardMetadata,
     StateKind,
     model_name,
-    rank_file_name,
     state_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import Shard, verifying_shards
+from xla_fsdp.checkpoint.format.step_files import FileRecord, Marker, rank_file_name
 from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, find_marker, job_token
 from xla_fsdp.distributed.shard_layout import rows_layout, shard_multiple
 
@@ -130,11 +128,9 @@ def _rank_output(
     source: SourceCheckpoint, metadata: ShardMetadata, folder: str
 ) -> SafetensorsOutput:
     """Return the file of a rank, of what this rank would load."""
-    old, groups = source.plan, None
-    unsharded = {name: source.tensors[name].shape for name in old.unsharded.values()}
-    if old.optimizer is not None:
-        of_groups = [group.params for group in old.optimizer.groups]
-        groups = [[name for key in keys for name in old.names_of(key)] for keys in of_groups]
+    optimizer = source.optimizer
+    groups = None if optimizer is None else [group.params for group in optimizer.groups]
+    unsharded = {name: source.tensors[name].shape for name in source.plan.unsharded.values()}
     plan = plan_read(source, LoadTarget(metadata, unsharded, groups), EVERYTHING)
     raise_if(plan.problems)
     if plan.optimizer is not None:

@@ -13,13 +13,12 @@ import re
 import secrets
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import chain, islice
 from threading import Semaphore
 from typing import Any
 
@@ -301,53 +300,39 @@ class RemoteStorage:
         """Write parts at the same time, as objects of their own, and let the store join them."""
         folder, _, base = path.rpartition("/")
         hidden = f"{folder}/.{base}.{secrets.token_hex(4)}"
-        written: list[str] = []
+        parts, written = _parts(chunks), list[str]()
+        first, second = next(parts, b""), next(parts, None)
+        if second is None:
+            self._pipe(path, first)
+            return
+        parts = chain((first, second), parts)
+        del first, second  # or they would be in memory until the end
         try:
             with ThreadPoolExecutor(TOGETHER) as pool:
-                self._write_all(pool, hidden, _parts(chunks), path, written)
+                while batch := list(islice(parts, TOGETHER)):
+                    names = [f"{hidden}.{len(written) + i:05d}" for i in range(len(batch))]
+                    written += names
+                    list(pool.map(self._pipe, names, batch))
+                    batch.clear()
             self._join(path, hidden, written)
         finally:
             for part in written:
                 with suppress(Exception):  # a part that stays does no harm
                     self._patience.repeat(partial(self._fs.rm_file, part))
 
-    def _write_all(
-        self,
-        pool: ThreadPoolExecutor,
-        hidden: str,
-        parts: Iterator[bytes],
-        path: str,
-        written: list[str],
-    ) -> None:
-        first, second = next(parts, b""), next(parts, None)
-        if second is None:
-            self._patience.repeat(lambda: self._fs.pipe_file(path, first))
-            return
-        running: deque[Future[None]] = deque()
-        for number, part in enumerate(chain((first, second), parts)):
-            written.append(f"{hidden}.{number:05d}")
-            if len(running) == TOGETHER:
-                running.popleft().result()
-            write = partial(self._fs.pipe_file, written[-1], part)
-            running.append(pool.submit(self._patience.repeat, write))
-            del part, write  # or it would be in memory until the next one is complete
-        for each in running:
-            each.result()
+    def _pipe(self, path: str, data: bytes) -> None:
+        self._patience.repeat(lambda: self._fs.pipe_file(path, data))
 
     def _join(self, path: str, hidden: str, written: list[str]) -> None:
         """Join the parts, ``COMPOSED`` at a time."""
-        joined = list(written)
-        for level in count():
-            groups = [joined[at : at + COMPOSED] for at in range(0, len(joined), COMPOSED)]
-            if not groups:
-                return
-            last = len(groups) == 1
-            joined = [path] if last else [f"{hidden}-{level}.{n:05d}" for n in range(len(groups))]
-            written += [] if last else joined
-            for target, group in zip(joined, groups, strict=True):
+        parts = list(written)
+        while len(parts) > COMPOSED:
+            groups = [parts[at : at + COMPOSED] for at in range(0, len(parts), COMPOSED)]
+            parts = [f"{hidden}.{len(written) + i:05d}" for i in range(len(groups))]
+            written += parts
+            for target, group in zip(parts, groups, strict=True):
                 self._patience.repeat(partial(self._fs.merge, target, group))
-            if last:
-                return
+        self._patience.repeat(lambda: self._fs.merge(path, parts))
 
     def _refuse_misread_names(self) -> None:
         # What is written there is not found again, or something else is.
@@ -413,9 +398,6 @@ class RemoteFile:
                 part[:] = self._ask(start + at, start + at + len(part))
 
         starts = range(0, len(buffer), PART)
-        if len(starts) == 1:
-            read(0)
-            return
         with ThreadPoolExecutor(min(TOGETHER, len(starts))) as pool:
             for _ in pool.map(read, starts):
                 pass

@@ -17,7 +17,7 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -151,14 +151,23 @@ def _from_archive(file: BinaryIO, source: LocalFile | Bytes) -> Any:
             raise CheckpointError("was saved by a big-endian machine, which is not read")
         data = _content(archive, source, records, names[0])
 
-    def storage(stored: _Storage) -> tuple[ByteSource, Record]:
-        record = records.get(f"{folder}data/{stored.key}")
+    def storage(persistent_id: Any) -> _Storage:
+        key, dtype = _key_and_dtype(persistent_id)
+        record = records.get(f"{folder}data/{key}")
         if record is None:
-            raise CheckpointError(f"truncated: it has no record {shown(stored.key)}")
-        return Part(source, record.start, record.nbytes), record
+            raise CheckpointError(f"truncated: it has no record {shown(key)}")
+        return _Storage(source, record, dtype)
 
-    value = read_pickle(io.BytesIO(data), is_known, _storage_of, ADVICE)
-    return _Converter(source.path, storage).content(value, len(data))
+    def convert(value: Any) -> Any:
+        if not (isinstance(value, Object) and _TENSOR.fullmatch(value.name)):
+            return _other_value(value)
+        if id(value) not in tensors:
+            tensors[id(value)] = _tensor(value)
+        return tensors[id(value)]
+
+    tensors: dict[int, TensorSource] = {}  # by id of the object in the pickle
+    value = read_pickle(io.BytesIO(data), is_known, storage, ADVICE)
+    return convert_plain(value, len(data), convert)
 
 
 def read_records(archive: zipfile.ZipFile, file_size: int) -> dict[str, Record]:
@@ -255,112 +264,87 @@ class Archive:
 
 @dataclass(frozen=True)
 class _Storage:
-    """The memory of tensors: its key in the file, and its dtype (uint8 if it has none)."""
+    """The memory of tensors: a record of a file, and its dtype (uint8 if it has none)."""
 
-    key: str
+    file: LocalFile | Bytes
+    record: Record
     dtype: torch.dtype
 
+    def part(self, start: int, nbytes: int) -> Part:
+        """Return bytes of the record from ``start`` on."""
+        return Part(self.file, self.record.start + start, nbytes)
 
-def _storage_of(persistent_id: Any) -> _Storage:
-    """Return the storage that a persistent id names.
 
-    The id is ("storage", type, key, device, number of elements).
-    """
+def _key_and_dtype(persistent_id: Any) -> tuple[str, torch.dtype]:
+    """Return the name and the dtype of the storage ("storage", type, key, device, number of
+    elements)."""
     if isinstance(persistent_id, tuple) and len(persistent_id) == 5:
         what, kind, key, _, _ = persistent_id
         name = kind.name.rpartition(".")[2] if isinstance(kind, Global) else ""
         if what == "storage" and isinstance(key, str) and name in _STORAGES:
-            return _Storage(key, _STORAGES[name])
+            return key, _STORAGES[name]
         if isinstance(kind, Global):
             raise CheckpointError(f"it holds a {shown(kind)}; only dense tensors merge")
     raise CheckpointError(UNREADABLE)
 
 
-class _Converter:
-    """Converts the content of one file; ``storage`` returns the bytes of a storage, and their
-    record."""
+def _tensor(value: Object, depth: int = 0) -> TensorSource:
+    name, args = value.name, value.args
+    if depth > MAX_WRAPPED:
+        raise CheckpointError(UNREADABLE)
+    if name == "torch._tensor._rebuild_from_type_v2":
+        return _tensor(Object(args[0].name, args[2]), depth + 1)
+    if name == "torch._utils._rebuild_device_tensor_from_cpu_tensor":
+        return _tensor(args[0], depth + 1).cast(_dtype(args[1].name))
+    if name in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
+        return _tensor(args[0], depth + 1)
+    if name not in _DENSE:
+        raise CheckpointError(f"it holds a tensor of {name}; only dense ones merge")
+    storage, first, shape, strides, *more = args
+    at = _DENSE[name]  # of the optional argument with bits that change the values
+    if any((more[at:] or [None])[0] or ()):
+        raise CheckpointError("it holds a conjugated or negated view; save a copy of it")
+    dtype = _dtype(more[2].name) if name.endswith("_v3") else storage.dtype
+    spec = TensorSpec(dtype, checked_shape(shape, "a tensor's shape"))
+    if spec.nbytes == 0:
+        return TensorSource(spec, Zeros(0))
+    return _source(spec, storage, typed(first, int, "an offset"), strides)
 
-    def __init__(self, path: str, storage: Callable[[_Storage], tuple[ByteSource, Record]]) -> None:
-        self._path, self._storage = path, storage
-        self._tensors: dict[int, TensorSource] = {}  # by id of the object in the pickle
 
-    def content(self, value: Any, length: int) -> Any:
-        return convert_plain(value, length, self._convert)
-
-    def _convert(self, value: Any) -> Any:
-        if isinstance(value, Object) and _TENSOR.fullmatch(value.name):
-            if id(value) not in self._tensors:
-                self._tensors[id(value)] = self._tensor(value)
-            return self._tensors[id(value)]
-        return _other_value(value)
-
-    def _tensor(self, value: Object, depth: int = 0) -> TensorSource:
-        name, args = value.name, value.args
-        if depth > MAX_WRAPPED:
-            raise CheckpointError(UNREADABLE)
-        if name == "torch._tensor._rebuild_from_type_v2":
-            return self._tensor(Object(args[0].name, args[2]), depth + 1)
-        if name == "torch._utils._rebuild_device_tensor_from_cpu_tensor":
-            return self._tensor(args[0], depth + 1).cast(_dtype(args[1].name))
-        if name in (
-            "torch._utils._rebuild_parameter",
-            "torch._utils._rebuild_parameter_with_state",
-        ):
-            return self._tensor(args[0], depth + 1)
-        if name not in _DENSE:
-            raise CheckpointError(f"it holds a tensor of {name}; only dense ones merge")
-        storage, first, shape, strides, *more = args
-        at = _DENSE[name]  # of the optional argument with bits that change the values
-        if any((more[at:] or [None])[0] or ()):
-            raise CheckpointError("it holds a conjugated or negated view; save a copy of it")
-        dtype = _dtype(more[2].name) if name.endswith("_v3") else storage.dtype
-        spec = TensorSpec(dtype, checked_shape(shape, "a tensor's shape"))
-        if spec.nbytes == 0:
-            return TensorSource(spec, Zeros(0))
-        return self._source(spec, storage, typed(first, int, "an offset"), strides)
-
-    def _source(
-        self, spec: TensorSpec, storage: _Storage, first: int, strides: Sequence[int]
-    ) -> TensorSource:
-        data, record = self._storage(storage)
-        start = first * spec.dtype.itemsize
-        # Without memory; raises for strides that no tensor has.
-        laid_out = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="meta")
-        if first < 0 or start + laid_out.untyped_storage().nbytes() > record.nbytes:
-            raise CheckpointError(
-                f"truncated: {spec.dtype} of shape {shown(spec.shape)} is not in the record it "
-                f"names"
-            )
-        if not laid_out.is_contiguous():
-            return _strided(self._path, spec, data, record, first, strides)
-        fills_record = record.crc and spec.nbytes == record.nbytes
-        return TensorSource(
-            spec,
-            Part(data, start, spec.nbytes),
-            identity=(self._path, record.start + start, spec),
-            checksum=written(record.crc) if fills_record else None,
+def _source(
+    spec: TensorSpec, storage: _Storage, first: int, strides: Sequence[int]
+) -> TensorSource:
+    record, start = storage.record, first * spec.dtype.itemsize
+    # Without memory; raises for strides that no tensor has.
+    laid_out = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="meta")
+    if first < 0 or start + laid_out.untyped_storage().nbytes() > record.nbytes:
+        raise CheckpointError(
+            f"truncated: {spec.dtype} of shape {shown(spec.shape)} is not in the record it names"
         )
+    if not laid_out.is_contiguous():
+        return _strided(spec, storage, first, strides)
+    fills_record = record.crc and spec.nbytes == record.nbytes
+    return TensorSource(
+        spec,
+        storage.part(start, spec.nbytes),
+        identity=(storage.file.path, record.start + start, spec),
+        checksum=written(record.crc) if fills_record else None,
+    )
 
 
 def _strided(
-    name: str,
-    spec: TensorSpec,
-    storage: ByteSource,
-    record: Record,
-    first: int,
-    strides: Sequence[int],
+    spec: TensorSpec, storage: _Storage, first: int, strides: Sequence[int]
 ) -> TensorSource:
     """Return a tensor that is not contiguous; every read loads its record."""
+    name, record = storage.file.path, storage.record
     if spec.nbytes > record.nbytes:  # expanded, with which a small file could state any size
         raise CheckpointError(f"a tensor of shape {shown(spec.shape)} repeats its elements")
     numel = record.nbytes // spec.dtype.itemsize
-    flat = TensorSource(
-        TensorSpec(spec.dtype, (numel,)), Part(storage, 0, numel * spec.dtype.itemsize)
-    )
+    flat = TensorSpec(spec.dtype, (numel,))
 
     def load() -> Tensor:
-        whole = flat.load()
-        is_whole = record.crc and flat.spec.nbytes == record.nbytes
+        whole = TensorSource(flat, storage.part(0, flat.nbytes)).load()
+        is_whole = record.crc and flat.nbytes == record.nbytes
         if is_whole and (crc := zlib.crc32(bytes_of(whole))) != record.crc:
             raise CheckpointError(
                 f"{name}: is damaged: the checksum of a tensor is {written(crc)}, but was "

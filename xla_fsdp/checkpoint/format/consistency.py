@@ -27,8 +27,9 @@ from xla_fsdp.checkpoint.files.copying import Progress, damage, read_crcs
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource, TensorSpec, same_bytes
 from xla_fsdp.checkpoint.format.full_tensors import MergePlan
 from xla_fsdp.checkpoint.format.plan import Identity, identify, make_plan, shared_part
-from xla_fsdp.checkpoint.format.records import Marker, model_name, rank_file_name, state_name
+from xla_fsdp.checkpoint.format.records import model_name, state_name
 from xla_fsdp.checkpoint.format.shard_files import MODEL_PREFIX, Shard, are_alike
+from xla_fsdp.checkpoint.format.step_files import Marker, rank_file_name
 from xla_fsdp.checkpoint.steps.step_directory import MARKER
 
 MIXED = {"formats": "format", "world sizes": "world_size", "steps": "step", "jobs": "job"}

@@ -24,13 +24,9 @@ from xla_fsdp.checkpoint.files.tensor_source import (
 )
 from xla_fsdp.checkpoint.format.alike_files import TensorOfAll
 from xla_fsdp.checkpoint.format.records import (
-    UNSHARDED,
-    GroupRecord,
     MemberRecord,
     OptimizerRecord,
     OptimizerState,
-    StateEntry,
-    StateKind,
     model_name,
     state_name,
 )
@@ -207,20 +203,11 @@ class Once:
 def _full_optimizer(
     plan: MergePlan, record: OptimizerRecord, shards: Sequence[Shard], own: Shard
 ) -> OptimizerState:
-    states: dict[str, dict[str, StateEntry]] = {}
-    for key, states_of_key in record.states.items():
-        by_name: dict[str, dict[str, StateEntry]] = {name: {} for name in plan.names_of(key)}
-        for state in states_of_key.sharded:
-            sources = of_all(shards, state_name(key, state))
-            for name, source in _full_members(plan.sharded[key], sources):
-                by_name[name][state] = StateEntry(StateKind.SHARD, source)
-        for state, entry in own.states(key, states_of_key).items():
-            if entry.kind is not StateKind.SHARD:
-                for states_of_name in by_name.values():
-                    states_of_name[state.removeprefix(UNSHARDED)] = entry
-        states |= by_name
-    groups = tuple(
-        GroupRecord(tuple(n for key in group.params for n in plan.names_of(key)), group.options)
-        for group in record.groups
-    )
-    return OptimizerState(groups, states)
+    full = {
+        (name, state): source
+        for key, states in record.states.items()
+        for state in states.sharded
+        for name, source in _full_members(plan.sharded[key], of_all(shards, state_name(key, state)))
+    }
+    states = {key: own.states(key, states) for key, states in record.states.items()}
+    return OptimizerState(record.groups, states).unsharded(plan.names_of, full)

@@ -54,10 +54,10 @@ from xla_fsdp.checkpoint.format.records import (
     FileMetadata,
     StateEntry,
     StateRecord,
-    digest_of_torch_file,
     model_name,
     state_name,
 )
+from xla_fsdp.checkpoint.format.step_files import digest_of_torch_file
 from xla_fsdp.checkpoint.steps.step_directory import (
     MARKER,
     complete_attempts,

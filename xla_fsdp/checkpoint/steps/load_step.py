@@ -55,13 +55,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
 from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles
 from xla_fsdp.checkpoint.format.consistency import check_marker, find_misfits
 from xla_fsdp.checkpoint.format.plan import make_plan
-from xla_fsdp.checkpoint.format.records import (
-    SUFFIXES,
-    VALUES_KEY,
-    Marker,
-    OptimizerState,
-    rank_file_name,
-)
+from xla_fsdp.checkpoint.format.records import SUFFIXES, VALUES_KEY, OptimizerState
 from xla_fsdp.checkpoint.format.shard_files import (
     Shard,
     open_remote_torch,
@@ -70,6 +64,7 @@ from xla_fsdp.checkpoint.format.shard_files import (
     values_of,
     verified_shard,
 )
+from xla_fsdp.checkpoint.format.step_files import Marker, rank_file_name
 from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, read_marker
 
 REMOTE_REQUESTS = 16  # at a time, as a request to an object store takes about 50 ms

@@ -26,12 +26,11 @@ from xla_fsdp.checkpoint.files.tensor_source import Buffer, TensorSpec, bytes_of
 from xla_fsdp.checkpoint.format.records import (
     VALUE_PREFIX,
     VALUES_KEY,
-    FileRecord,
     ShardMetadata,
-    digest_of_torch_file,
     model_name,
     state_name,
 )
+from xla_fsdp.checkpoint.format.step_files import FileRecord, digest_of_torch_file
 
 
 @dataclass(frozen=True)

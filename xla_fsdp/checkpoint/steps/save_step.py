@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from xla_fsdp.checkpoint.errors import CheckpointError, collecting, lines_of, raise_if
 from xla_fsdp.checkpoint.files.storage import Storage
-from xla_fsdp.checkpoint.format.records import (
+from xla_fsdp.checkpoint.format.step_files import (
     Announcement,
     FileRecord,
     JobRecord,

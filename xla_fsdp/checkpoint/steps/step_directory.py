@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from xla_fsdp.checkpoint.errors import CheckpointError, collecting, whole_number
 from xla_fsdp.checkpoint.files.storage import Storage, open_storage
-from xla_fsdp.checkpoint.format.records import JobRecord, Marker
+from xla_fsdp.checkpoint.format.step_files import JobRecord, Marker
 
 MARKER = "complete.json"
 METRICS = "metrics.json"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
@@ -22,7 +22,6 @@ from xla_fsdp.checkpoint.convert.reshard import (
 from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, raise_if
 from xla_fsdp.checkpoint.files.checksum import digest
 from xla_fsdp.checkpoint.files.outputs import (
-    BlockCrcs,
     BytesOutput,
     Checksums,
     FilesJob,
@@ -105,16 +104,16 @@ def plan_reshard(
     return FilesJob(outputs, verifiers, make_directories=True, sources=sources, content=told)
 
 
-@dataclass(frozen=True)
+@dataclass
 class MarkerOutput(BytesOutput):
     """The marker of a step, which lists the files of all ranks once they are written."""
 
     files: Sequence[SafetensorsOutput]
     marker: Marker
 
-    def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:
-        headers = {os.path.basename(file.path): file.final_header(crcs) for file in self.files}
-        files = {n: FileRecord(h.file_size, digest(h.to_bytes())) for n, h in headers.items()}
+    def finish(self, temporary: str, crcs: Sequence[Sequence[int]]) -> None:
+        headers = {os.path.basename(file.path): file.final_header for file in self.files}
+        files = {n: FileRecord(h.file_size, digest(h.to_bytes())) for n, h in headers.items() if h}
         Path(temporary).write_bytes(replace(self.marker, files=files).to_bytes())
 
 

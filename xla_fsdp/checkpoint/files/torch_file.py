@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.serialization import MAGIC_NUMBER, skip_data
@@ -213,50 +212,57 @@ def _content(
     return archive.read(name) if record.crc else read_bytes(source, record.start, record.nbytes)
 
 
-SMALL_ARCHIVE = 1 << 26  # bytes of archives that are compared: a larger one has larger tensors
-
-
 class Archive:
-    """An archive with which others are compared that were written alike, by another rank.
+    """The description of an archive (its pickle and its directory), with which those of others are
+    compared that were written alike, by another rank.
 
     Args:
         path: of a file that ``read_torch_file`` has read.
         rank: pattern that is once in its pickle; the group is the byte with the rank.
 
     Raises:
-        Exception: of any kind, if it is no such archive.
+        ValueError: if it is no such archive.
     """
 
     def __init__(self, path: str, rank: re.Pattern[bytes]) -> None:
         with zipfile.ZipFile(path) as archive:
             infos, directory = archive.infolist(), archive.start_dir
-            file: Any = archive.fp
-            self.starts = [_data_start(file, info) for info in infos]
-            fields = np.array(_crc_fields(archive))[:, None]
-        self._file = np.fromfile(path, np.uint8)
+            self.starts = [_data_start(archive.fp, info) for info in infos]
+            self._crcs = [at - directory for at in _crc_fields(archive)]
         [self._index] = [i for i, info in enumerate(infos) if info.filename.endswith("/data.pkl")]
-        start = self.starts[self._index]
-        self._pickle = slice(start, start + infos[self._index].file_size)
-        [match] = rank.finditer(self._file[self._pickle].tobytes())
-        self._rank_at = start + match.start(1)
-        self._crcs = fields + np.arange(4)  # the places of their bytes
-        # An equal directory has the records at the same offsets. Torch takes the name of the folder
-        # that all records are in, 30 bytes after the CRC-32, from that of the file.
-        folder = fields + 30 + np.arange(len(infos[0].filename.partition("/")[0]))
-        self._fixed = np.zeros(len(self._file), bool)
-        self._fixed[directory:] = self._fixed[self._pickle] = True
-        self._fixed[self._crcs] = self._fixed[folder] = self._fixed[self._rank_at] = False
+        self._nbytes, self._rank = os.path.getsize(path), rank
+        self._pickle = self.starts[self._index], infos[self._index].file_size
+        self._directory = directory, self._nbytes - directory
+        self._folder = len(infos[0].filename.partition("/")[0])
+        self._fixed = self._divided(LocalFile(path))[0]
 
-    def twin(self, path: str) -> tuple[int, np.ndarray] | None:
+    def twin(self, path: str) -> tuple[int, list[int]]:
         """Return the rank in another archive, and the CRC-32s of its records in the order of
-        ``starts``; None if anything else than these and the tensors is not as in this one."""
-        if os.path.getsize(path) != len(self._file):
-            return None
-        file = np.fromfile(path, np.uint8)
-        crcs = np.ascontiguousarray(file[self._crcs]).view("<u4")[:, 0]
-        same = not (file != self._file)[self._fixed].any()
-        sound = same and crcs[self._index] in (0, zlib.crc32(file[self._pickle].data))
-        return (int(file[self._rank_at]), crcs) if sound else None
+        ``starts``; raise ValueError if anything else than these and the tensors is not as in this
+        one."""
+        file = LocalFile(path)
+        fixed, rank, crcs = self._divided(file)
+        if fixed != self._fixed or file.nbytes != self._nbytes:
+            raise ValueError(path)
+        return rank, crcs
+
+    def _divided(self, file: LocalFile) -> tuple[tuple[bytearray, bytearray], int, list[int]]:
+        """Return the description without what may differ; the rank; and the CRC-32s."""
+        data = bytearray(read_bytes(file, *self._pickle))
+        directory = bytearray(read_bytes(file, *self._directory))
+        [match] = self._rank.finditer(data)
+        at, crc = match.start(1), zlib.crc32(data)
+        del match  # which would keep data from being changed
+        rank, data[at] = data[at], 0
+        crcs = [int.from_bytes(directory[at : at + 4], "little") for at in self._crcs]
+        if crcs[self._index] not in (0, crc):
+            raise CheckpointError(UNREADABLE)
+        # Torch takes the name of the folder that all records are in, 30 bytes after the CRC-32,
+        # from that of the file.
+        for at in self._crcs:
+            directory[at : at + 4] = bytes(4)
+            directory[at + 30 : at + 30 + self._folder] = bytes(self._folder)
+        return (data, directory), rank, crcs
 
 
 # ---------------------------------------------------------------- content

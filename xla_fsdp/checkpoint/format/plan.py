@@ -22,6 +22,7 @@ from xla_fsdp.checkpoint.errors import (
     CheckpointError,
     check_rank,
     checked_shape,
+    dtype_name,
     dtype_named,
     find_bad_names,
     item,
@@ -32,7 +33,7 @@ from xla_fsdp.checkpoint.errors import (
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource
 from xla_fsdp.checkpoint.format.full_tensors import MergePlan, ShardedEntry
 from xla_fsdp.checkpoint.format.records import FORMAT, MemberRecord, ParamRecord, ShardMetadata
-from xla_fsdp.distributed.shard_layout import ShardLayout, join_name
+from xla_fsdp.distributed.shard_layout import join_name
 
 OWN_KEYS = ("version", "params", "ties", "buffers", "groups", "optimizer", "tensor_parts")
 TORCH_XLA_KEYS = ("shard_info", "flatten_info", "buffer_info")
@@ -183,7 +184,7 @@ def _torch_xla_plan(metadata: dict[str, Any], state_dict: Mapping[str, Any]) -> 
     dtypes = _buffer_dtypes(metadata)
     return MergePlan(
         world_size,
-        {key: _torch_xla_entry(m, state_dict[key], world_size) for key, m in members.items()},
+        {key: _torch_xla_entry(key, m, state_dict[key], world_size) for key, m in members.items()},
         unsharded,
         {key: dtypes[name] for key, name in unsharded.items() if name in dtypes},
     )
@@ -239,16 +240,12 @@ def _buffer_dtypes(metadata: dict[str, Any]) -> dict[str, torch.dtype]:
 
 
 def _torch_xla_entry(
-    members: tuple[MemberRecord, ...], shard: TensorSource, world_size: int
+    key: str, members: tuple[MemberRecord, ...], shard: TensorSource, world_size: int
 ) -> ShardedEntry:
     # The metadata has neither the padding multiple nor the dtype of shards. The length of the shard
     # as the multiple gives the same slices as the true one. A shard of more than one dim was made
     # with ``shard_param_on_dim_0``.
     by_rows = len(shard.shape) > 1 and len(members) == 1
-    numel = sum(member.numel for member in members)
-    return ShardedEntry(
-        members=members,
-        layout=ShardLayout((numel,), world_size, max(math.prod(shard.shape), 1)),
-        row_shape=members[0].shape[1:] if by_rows else (),
-        dtype=shard.dtype,
-    )
+    multiple = max(math.prod(shard.shape), 1)
+    record = ParamRecord(key, dtype_name(shard.dtype), multiple, members, by_rows)
+    return _own_entry(record, world_size, 1)

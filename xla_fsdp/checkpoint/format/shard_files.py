@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -45,7 +44,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     TensorSource,
     full_path,
 )
-from xla_fsdp.checkpoint.files.torch_file import SMALL_ARCHIVE, Archive, read_torch_file
+from xla_fsdp.checkpoint.files.torch_file import Archive, read_torch_file
 from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles
 from xla_fsdp.checkpoint.format.records import (
     OF_RANK,
@@ -376,11 +375,10 @@ class TorchLayout(Layout):
 
     @classmethod
     def of(cls, shard: Shard) -> TorchLayout | None:
-        """Return the layout of a file; None if it is too large or holds what others cannot share
-        (tensors that are not contiguous, or values beside them)."""
-        small = os.path.getsize(shard.source) <= SMALL_ARCHIVE
+        """Return the layout of a file; None if it holds what others cannot share (tensors that are
+        not contiguous, or values beside them)."""
         metadata = shard.metadata
-        if not small or not isinstance(metadata, dict) or "fingerprints" in metadata:
+        if not isinstance(metadata, dict) or "fingerprints" in metadata:
             return None
         if not all(isinstance(value, TensorSource) for value in shard.state_dict.values()):
             return None
@@ -395,27 +393,21 @@ class TorchLayout(Layout):
     def twin(self, path: str) -> Shard | None:
         """Return the shard in a file that differs only in the rank and the tensors; None if it
         differs in more, or cannot be read."""
-        found = None
-        with suppress(OSError):  # which reading all of it tells
-            found = None if self._archive is None else self._archive.twin(path)
-        if found is None:
+        try:
+            rank, crcs = self._archive.twin(path)
+        except (OSError, ValueError):  # which reading all of it tells
             return None
-        rank, crcs = found
-        sums = {name: written(int(crcs[record])) for name, record in self._records.items()}
+        sums = {name: written(crcs[record]) for name, record in self._records.items()}
         metadata = FileMetadata({"rank": rank}, self._metadata)
         return self.shard(AlikeFile(path, LocalFile(path), self.entries, sums), metadata, {}, None)
 
     @cached_property
-    def _archive(self) -> Archive | None:
-        try:
-            return Archive(self._first.source, self._RANK)
-        except Exception:  # as for ``read_torch``; each file is read by itself then
-            return None
+    def _archive(self) -> Archive:
+        return Archive(self._first.source, self._RANK)
 
     @cached_property
     def _records(self) -> dict[str, int]:
         """The records whose CRC-32s are the checksums of tensors, by the names of these."""
-        assert self._archive is not None  # as there is a twin
         known = {start: index for index, start in enumerate(self._archive.starts)}
         return {
             name: known[self.entries[name].start]

@@ -162,7 +162,7 @@ def from_full(
     reader = _Reader(full, template, names)
     state = OptimizerState(
         tuple(reader.group(part) for part in full["param_groups"]),
-        {key: reader.entries(key) for key in reader.keys if reader.has_state(key)},
+        {key: reader.entries(key) for key in dict.fromkeys(reader.keys_with_state)},
     )
     raise_if([*reader.unknown(), *reader.problems])
     return state
@@ -295,12 +295,10 @@ class _Reader:
         self._full = {known.get(name, name): values for name, values in full["state"].items()}
         self._template = template
         self._names = names
-        self.keys = [key for group in template.groups for key in group.params]
-        self._key_of = {name: key for key in self.keys for name in names.of(key)}
+        keys = [key for group in template.groups for key in group.params]
+        self._key_of = {name: key for key in keys for name in names.of(key)}
+        self.keys_with_state = [k for name, k in self._key_of.items() if name in self._full]
         self.problems: list[str] = []
-
-    def has_state(self, key: str) -> bool:
-        return any(name in self._full for name in self._names.of(key))
 
     def unknown(self) -> list[str]:
         """Return one line for each name that the optimizer does not have."""

@@ -56,6 +56,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
 from xla_fsdp.checkpoint.format.consistency import check_marker, find_problems
 from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint, full_checkpoint
 from xla_fsdp.checkpoint.format.plan import identify, make_plan
+from xla_fsdp.checkpoint.format.records import model_name
 from xla_fsdp.checkpoint.format.shard_files import (
     DCP_METADATA,
     SAFETENSORS,
@@ -126,7 +127,7 @@ def consolidate_sharded_state_dicts(
     shards = [
         Shard(
             f"state_dict_list[{rank}]",
-            convert_tensors(dict(state_dict), source_of),
+            {model_name(key): v for key, v in convert_tensors(dict(state_dict), source_of).items()},
             {**shard_metadata, "rank": rank},
         )
         for rank, state_dict in enumerate(state_dict_list)

@@ -63,6 +63,7 @@ from xla_fsdp.checkpoint.format.records import (
     ShardMetadata,
     StateEntry,
     StateKind,
+    model_name,
     state_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import DCP_METADATA, Shard
@@ -204,13 +205,13 @@ def _shard(
     state = _optimizer_state(reader, states, records)
     tensors = {} if state is None else state.tensors()
     record = None if state is None else state.record()
-    return Shard(
-        directory,
-        {n: shard_of(records[n], [t], 0, 1) if n in params else t for n, t in model.items()},
-        ShardMetadata(0, 1, tuple(records.values()), optimizer=record).to_dict(),
-        {state_name(name, what): t for name, each in tensors.items() for what, t in each.items()},
-        verified=True,
-    )
+    content = {
+        model_name(n): shard_of(records[n], [t], 0, 1) if n in params else t
+        for n, t in model.items()
+    }
+    content |= {state_name(n, what): t for n, each in tensors.items() for what, t in each.items()}
+    metadata = ShardMetadata(0, 1, tuple(records.values()), optimizer=record).to_dict()
+    return Shard(directory, content, metadata, verified=True)
 
 
 def _optimizer_state(

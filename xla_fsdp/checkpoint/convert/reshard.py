@@ -46,6 +46,7 @@ from xla_fsdp.checkpoint.format.records import (
     StateEntry,
     StateKind,
     StateRecord,
+    model_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import Shard
 
@@ -231,7 +232,7 @@ class _Reader:
                 continue
             self.plan.saved_dtypes[record.key] = {source.tensors[name].dtype for name in names}
             if same := source.same_shard(record, metadata):
-                model[record.key] = source.own.state_dict[same]
+                model[record.key] = source.own.content[model_name(same)]
                 continue
             dtype = dtype_named(record.dtype)
             full = [source.tensors[name].cast(dtype) for name in names]

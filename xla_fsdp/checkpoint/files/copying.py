@@ -30,6 +30,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     read_bytes,
     read_chunks,
 )
+from xla_fsdp.checkpoint.format.records import model_name
 
 # Bytes: larger chunks are not faster, smaller ones cost more Python calls. A multiple of ``BLOCK``
 # or, in tests, a divisor of it.
@@ -62,25 +63,15 @@ class CopyTask:
     crc_at: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Bytes ``start`` to ``start + length`` of the source with this index."""
-
-    index: int
-    start: int
-    length: int
-
-
 def copy(
     tasks: Sequence[CopyTask], *, threads: int, progress: Progress = lambda _: None
 ) -> list[list[int]]:
     """Copy tensors into files that exist and have their final length; return the CRC-32 of each
     block of each tensor. ``progress`` is called from several threads."""
 
-    def write(chunk: Chunk, buffer: memoryview) -> None:
-        task = tasks[chunk.index]
-        with failing(task.path):
-            _write(task.path, task.start + chunk.start, buffer)
+    def write(index: int, start: int, buffer: memoryview) -> None:
+        with failing(tasks[index].path):
+            _write(tasks[index].path, tasks[index].start + start, buffer)
 
     return _read_all([task.source.data for task in tasks], write, threads, progress)
 
@@ -89,42 +80,38 @@ def read_crcs(
     sources: Sequence[ByteSource], *, threads: int, progress: Progress = lambda _: None
 ) -> list[list[int]]:
     """Return the CRC-32 of each block of each source."""
-    return _read_all(sources, lambda chunk, buffer: None, threads, progress)
+    return _read_all(sources, lambda index, start, buffer: None, threads, progress)
 
 
 def _read_all(
     sources: Sequence[ByteSource],
-    use: Callable[[Chunk, memoryview], None],
+    use: Callable[[int, int, memoryview], None],
     threads: int,
     progress: Progress,
 ) -> list[list[int]]:
-    """Read every chunk of the sources and hand it to ``use``; return the CRC-32 of each block."""
-    chunks = [
-        Chunk(index, start, min(CHUNK, source.nbytes - start))
-        for index, source in enumerate(sources)
-        for start in range(0, source.nbytes, CHUNK)
-    ]
-    longest = max((chunk.length for chunk in chunks), default=0)
+    """Read every chunk of the sources and hand it to ``use``, with the index of its source and its
+    first byte; return the CRC-32 of each block."""
     own = threading.local()
 
-    def work(chunk: Chunk) -> list[int]:
+    def work(chunk: tuple[int, int]) -> list[tuple[int, int]]:
         # One buffer per thread: to allocate one takes as long as to copy it.
         if not hasattr(own, "buffer"):
-            own.buffer = memoryview(bytearray(longest))
-        buffer = own.buffer[: chunk.length]
-        source, crcs = sources[chunk.index], []
-        for at in range(0, chunk.length, BLOCK):
-            crcs.append(read_with_crc(source, chunk.start + at, buffer[at : at + BLOCK]))
-        use(chunk, buffer)
-        progress(chunk.length)
+            own.buffer = memoryview(bytearray(CHUNK))
+        index, start = chunk
+        buffer, crcs = own.buffer[: sources[index].nbytes - start], []
+        for at in range(0, len(buffer), BLOCK):
+            block = buffer[at : at + BLOCK]
+            crcs.append((read_with_crc(sources[index], start + at, block), len(block)))
+        use(index, start, buffer)
+        progress(len(buffer))
         return crcs
 
+    chunks = [(i, start) for i, s in enumerate(sources) for start in range(0, s.nbytes, CHUNK)]
     parts: list[dict[int, list[tuple[int, int]]]] = [defaultdict(list) for _ in sources]
     with ThreadPoolExecutor(threads) as pool:
-        for chunk, crcs in zip(chunks, pool.map(work, chunks), strict=True):
-            for at, crc in zip(range(0, chunk.length, BLOCK), crcs, strict=True):
-                block = parts[chunk.index][(chunk.start + at) // BLOCK]
-                block.append((crc, min(BLOCK, chunk.length - at)))
+        for (index, start), crcs in zip(chunks, pool.map(work, chunks), strict=True):
+            for number, crc in enumerate(crcs):
+                parts[index][start // BLOCK + number].append(crc)
     return [[combine(block) for block in own.values()] for own in parts]
 
 
@@ -288,13 +275,14 @@ class VerifiedBytes:
 
     def _read(self, index: int) -> memoryview:
         """Return a block that is needed in part; the next read often needs the rest of it."""
-        return self._recent.get((self._name, index), lambda: self._read_anew(index))
 
-    def _read_anew(self, index: int) -> bytes:
-        at = index * self._block
-        block = read_bytes(self._data, at, min(self._block, self.nbytes - at))
-        self._verify(index, memoryview(block))
-        return block
+        def read() -> bytes:
+            at = index * self._block
+            block = read_bytes(self._data, at, min(self._block, self.nbytes - at))
+            self._verify(index, memoryview(block))
+            return block
+
+        return self._recent.get((self._name, index), read)
 
     def _verify(self, first: int, data: memoryview) -> None:
         for index, at in enumerate(range(0, len(data), self._block), first):
@@ -317,7 +305,7 @@ def verified(name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> Map
         value = tensors[key]
         if not isinstance(value, TensorSource) or value.checksum is None or not value.spec.nbytes:
             return value
-        return replace(value, data=VerifiedBytes(f"{name}: {key}", value, recent))
+        return replace(value, data=VerifiedBytes(_called(name, key), value, recent))
 
     return LazyMapping({key: key for key in tensors}, make)
 
@@ -330,11 +318,16 @@ def verifying(
     verifiers, same = [], {}
     for key, value in tensors.items():
         if isinstance(value, TensorSource) and value.checksum is not None and value.spec.nbytes:
-            verifier = ChecksumVerifier(f"{name}: {key}", value)
+            verifier = ChecksumVerifier(_called(name, key), value)
             verifiers.append(verifier)
             value = replace(value, data=verifier)
         same[key] = value
     return same, verifiers
+
+
+def _called(file: str, name: str) -> str:
+    """Return what messages call a tensor."""
+    return f"{file}: {name.removeprefix(model_name(''))}"
 
 
 def find_damage(verifiers: Iterable[Verifier], *, unread: bool = False) -> list[str]:

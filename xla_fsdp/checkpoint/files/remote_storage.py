@@ -192,32 +192,22 @@ class RemoteStorage:
         return self.find(name) == data
 
     def delete(self, name: str) -> None:
-        path = self._path(name)
-
-        def remove() -> None:
-            if not self._is_link(path.rpartition("/")[0]):
-                self._fs.rm_file(path)
-
+        remove = partial(self._fs.rm_file, self._path(name))
         self._ask(name, "could not be removed", remove, missing=None)
 
-    def delete_folder(self, folder: str) -> None:
+    def delete_folder(self, folder: str, first: str) -> None:
         path = self._path(folder)
 
         def remove() -> None:
-            if self._is_link(path):
+            found = {} if self._has_objects else self._fs.info(path)
+            if found.get("type") == "link" or found.get("islink"):
                 self._fs.rm_file(path)
-            else:
-                self._fs.rm(path, recursive=True)
+                return
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(f"{path}/{first}")
+            self._fs.rm(path, recursive=True)
 
         self._ask(folder, "could not be removed", remove, missing=None)
-
-    def _is_link(self, path: str) -> bool:
-        """Return whether a folder below this one is a link, as in file systems other than object
-        stores: what is in there may be somebody else's."""
-        if self._has_objects or path == self._root:
-            return False
-        found = self._fs.info(path)
-        return found["type"] == "link" or bool(found.get("islink"))
 
     def sweep(self, folder: str) -> None:
         """Nothing: a store has no locks. ``delete_folder`` deletes what is hidden, too."""

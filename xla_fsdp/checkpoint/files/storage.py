@@ -166,46 +166,32 @@ class LocalStorage:
         return False
 
     def delete(self, name: str) -> None:
-        """Delete a file, durably, if it exists; nothing if its folder is a link, or mounted."""
+        """Delete a file or a link, durably, if it exists."""
         path = self._root / name
-        if self._is_elsewhere(path.parent):
-            return
         with failing(path, "could not be removed"), suppress(FileNotFoundError):
             os.unlink(path)
             _sync_folder(path.parent)
 
-    def delete_folder(self, folder: str) -> None:
-        """Delete a folder and its content, if it exists; of a link, only the link. A folder with a
-        mount is left, and an error."""
+    def delete_folder(self, folder: str, first: str) -> None:
+        """Delete a folder, if it exists, and of its content the file ``first`` before all else; of
+        a link, only the link. A folder with a mount is left, and an error."""
         path = self._root / folder
         if path.is_symlink():
             self.delete(folder)
-            return
-        if self._is_elsewhere(path.parent):
             return
         inside = (os.path.join(above, each) for above, names, _ in os.walk(path) for each in names)
         if mounted := [each for each in (str(path), *inside) if os.path.ismount(each)]:
             raise CheckpointError(
                 f"{path}: could not be removed: what is mounted at {mounted[0]} is not this run's"
             )
+        self.delete(f"{folder}/{first}")
         with failing(path, "could not be removed"), suppress(FileNotFoundError):
             shutil.rmtree(path)
 
     def sweep(self, folder: str) -> None:
         """Delete what killed processes have left in a folder under hidden names, if it can be told
         that they do not live any more."""
-        path = self._root / folder
-        if not self._is_elsewhere(path):
-            remove_abandoned(str(path))
-
-    def _is_elsewhere(self, folder: Path) -> bool:
-        """Return whether a folder below this directory is reached through a link or a mount, so
-        that what is in there may be somebody else's."""
-        while folder != self._root:
-            if folder.is_symlink() or os.path.ismount(folder):
-                return True
-            folder = folder.parent
-        return False
+        remove_abandoned(str(self._root / folder))
 
     def lasting_problems(self, check: Callable[[], list[str]]) -> list[str]:
         """Return the problems that ``check`` finds in a listing.

@@ -158,12 +158,12 @@ def _parts(
 def _full_model(plan: MergePlan, shards: Sequence[Shard], own: Shard) -> dict[str, Any]:
     full: dict[str, Any] = {}
     once = Once()
-    for key in own.state_dict:
+    for key, value in own.state_dict.items():
         if key in plan.sharded:
             sources = of_all(shards, model_name(key))
             full.update(_full_members(plan.sharded[key], sources, once))
         elif key in plan.unsharded:
-            full[plan.unsharded[key]] = _unsharded(own.state_dict[key], plan.dtypes.get(key), once)
+            full[plan.unsharded[key]] = _unsharded(value, plan.dtypes.get(key), once)
     for alias, canonical in plan.ties.items():
         full[alias] = full[canonical]
     return full

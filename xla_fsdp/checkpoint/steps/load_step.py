@@ -226,6 +226,7 @@ class RankFiles:
         self._like: Shard | None = None
         self._opened: dict[int, Shard] = {}
         self.entries = self.file(first).entries
+        self._names_of_tensors = {name: name for name in self.entries}
 
     def shards(self) -> list[Shard]:
         """Return every rank's shard, without opening further files."""
@@ -268,14 +269,9 @@ class RankFiles:
         return path_of(self._storage, self._attempt.file(self._names[rank]))
 
     def _unopened(self, rank: int) -> Shard:
-        first, tensor = self.open(self._first), partial(self.tensor, rank)
-        assert first.layout is not None  # as of all safetensors files
-        return Shard(
-            source=self.source(rank),
-            state_dict=LazyMapping(first.layout.model, tensor),
-            metadata={**first.metadata, "rank": rank, "global_rank": None},
-            optimizer=LazyMapping(first.layout.optimizer, tensor),
-        )
+        metadata = {**self.open(self._first).metadata, "rank": rank, "global_rank": None}
+        content = LazyMapping(self._names_of_tensors, partial(self.tensor, rank))
+        return Shard(self.source(rank), content, metadata)
 
 
 LITTLE = 1 << 12
@@ -317,7 +313,7 @@ class _TensorOfRank:
         self._files, self._rank, self._name, self._spec = files, rank, name, entry.spec
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        tensor = self._files.open(self._rank).tensor(self._name)
+        tensor = self._files.open(self._rank).content.get(self._name)
         if tensor is None or tensor.spec != self._spec:
             raise CheckpointError(
                 f"{self._files.source(self._rank)}: {self._name} is "

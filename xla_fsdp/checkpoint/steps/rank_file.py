@@ -57,11 +57,6 @@ class RankContent:
         extra = {f"{VALUE_PREFIX}{i}": tensor for i, tensor in enumerate(self.values.tensors)}
         return {**named, **extra}
 
-    def with_checksums(self) -> RankContent:
-        """Return the content with the checksum of every tensor in its metadata."""
-        checksums = {name: checksum(bytes_of(t)) for name, t in self.tensors().items()}
-        return replace(self, metadata=replace(self.metadata, fingerprints=checksums))
-
 
 class Written(NamedTuple):
     """A rank's file, and one checksum of all its shards.
@@ -76,7 +71,8 @@ class Written(NamedTuple):
 def write_rank_file(storage: Storage | None, name: str, content: RankContent) -> Written:
     """Write one rank's file, as ``.safetensors`` or ``.pth`` by its name; without ``storage``, as
     another rank writes this file, only return what would be written."""
-    full = content.with_checksums()
+    checksums = {name: checksum(bytes_of(tensor)) for name, tensor in content.tensors().items()}
+    full = replace(content, metadata=replace(content.metadata, fingerprints=checksums))
     description, chunks = _pth(full) if name.endswith(".pth") else _safetensors(full)
     if storage is not None:
         storage.write(name, chunks)

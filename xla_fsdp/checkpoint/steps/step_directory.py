@@ -235,8 +235,7 @@ def is_owner(storage: Storage, job: str) -> bool:
 
 def remove(storage: Storage, attempt: Attempt) -> None:
     """Delete an attempt, its marker first: if this is interrupted, the rest is not complete."""
-    storage.delete(attempt.file(MARKER))
-    storage.delete_folder(attempt.folder)
+    storage.delete_folder(attempt.folder, first=MARKER)
 
 
 def tidy(

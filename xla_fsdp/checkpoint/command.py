@@ -48,7 +48,7 @@ from xla_fsdp.checkpoint.format.shard_files import DEFAULT_SUFFIX, Shard, descri
 from xla_fsdp.checkpoint.steps.step_table import describe_steps
 
 PROGRAM = "consolidate_sharded_ckpts"
-TARGETS = {"dcp": Kind.DCP, "hf": Kind.DIRECTORY, "torch": Kind.TORCH}
+TARGETS = {"dcp": Kind.DCP, "hf": Kind.DIRECTORY, "torch": Kind.TORCH, "pth": Kind.TORCH}
 
 
 def run(args: Namespace, status: Any) -> list[str]:
@@ -226,15 +226,12 @@ def _default_path(args: Namespace) -> str:
 
 
 def _kind(args: Namespace, output: str) -> Kind:
-    if args.to is not None:
-        return TARGETS[args.to]
     if args.to_world_size is not None:
         return Kind.DIRECTORY
-    if args.format is None:
-        return kind_of(output)
-    if args.format in ("pth", "dcp"):
-        return Kind.TORCH if args.format == "pth" else Kind.DCP
-    return Kind.SAFETENSORS if kind_of(output) is Kind.SAFETENSORS else Kind.DIRECTORY
+    implied = kind_of(output)
+    if args.format == "safetensors":
+        return implied if implied is Kind.SAFETENSORS else Kind.DIRECTORY
+    return TARGETS.get(args.to or args.format, implied)
 
 
 @contextmanager

@@ -397,11 +397,9 @@ def _find_path_problems(
                 f"what save_checkpoint writes; choose a save_path beside it, such as "
                 f"{run}{OUTPUT_MARK}.pth"
             ]
-    if kind is Kind.DCP:
-        directory = _dcp_output(output, {}, Layout())
-        return find_output_problems([directory], overwrite=overwrite, make_directories=False)
     if kind is Kind.DIRECTORY:
         inside = BytesOutput(os.path.join(output, "model.safetensors"), b"")
         return find_output_problems([inside], overwrite=True, make_directories=True)
-    file = BytesOutput(output, b"")
+    is_dcp = kind is Kind.DCP
+    file = _dcp_output(output, {}, Layout()) if is_dcp else BytesOutput(output, b"")
     return find_output_problems([file], overwrite=overwrite, make_directories=False)

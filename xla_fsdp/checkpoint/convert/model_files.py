@@ -20,12 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
 
-from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, MismatchError, raise_if
 from xla_fsdp.checkpoint.files.outputs import (
     BytesOutput,
     Checksums,
@@ -195,8 +194,12 @@ def _files(
     """Yield one file, or several and their index, with the names of ``huggingface_hub``."""
     groups = list(_grouped(tensors, limit))
     paths = [_path(base, i, len(groups)) for i in range(len(groups))]
+
+    def own(checksums: Checksums) -> dict[str, str]:
+        return {**metadata, "format": "pt", CHECKSUMS: json.dumps(dict(checksums))}
+
     for path, group in zip(paths, groups, strict=True):
-        yield SafetensorsOutput(path, group, partial(_metadata, metadata))
+        yield SafetensorsOutput(path, group, own)
     if len(groups) > 1:
         file_names = {
             name: os.path.basename(path)
@@ -225,10 +228,6 @@ def _path(base: str, index: int, count: int) -> str:
     return f"{base}{part}{SAFETENSORS}"
 
 
-def _metadata(own: Mapping[str, str], checksums: Checksums) -> dict[str, str]:
-    return {**own, "format": "pt", CHECKSUMS: json.dumps(dict(checksums))}
-
-
 # ---------------------------------------------------------------- renaming and casting
 
 
@@ -249,9 +248,13 @@ def parse_rule(text: str) -> Rule:
 
 
 def renamed(plan: MergePlan, rules: Sequence[Rule]) -> MergePlan:
-    """Return the plan with new names, as ``new_names``."""
+    """Return the plan with new names; the first rule whose prefix a name has applies.
+
+    Raises:
+        MismatchError: if two tensors get one name, or a rule fits none.
+    """
     members = [member.name for entry in plan.sharded.values() for member in entry.members]
-    names = new_names([*members, *plan.unsharded.values(), *plan.ties], rules)
+    names = _new_names([*members, *plan.unsharded.values(), *plan.ties], rules)
     return replace(
         plan,
         sharded={
@@ -265,8 +268,7 @@ def renamed(plan: MergePlan, rules: Sequence[Rule]) -> MergePlan:
     )
 
 
-def new_names(old_names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
-    """Return the new name for each old one; the first rule whose prefix a name has applies."""
+def _new_names(old_names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
     names: dict[str, str] = {}
     for name in old_names:
         fitting = (r.new + name.removeprefix(r.old) for r in rules if name.startswith(r.old))
@@ -281,7 +283,8 @@ def new_names(old_names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]
         for name, count in Counter(names.values()).items()
         if count > 1 or not name
     ]
-    raise_if(problems)
+    if problems:
+        raise MismatchError(problems)
     return names
 
 

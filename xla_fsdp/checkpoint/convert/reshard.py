@@ -19,10 +19,8 @@ from typing import Any
 
 import torch
 
-from xla_fsdp.checkpoint.convert.model_files import Rule, renamed
+from xla_fsdp.checkpoint.convert.model_files import Rule
 from xla_fsdp.checkpoint.errors import (
-    CheckpointError,
-    MismatchError,
     dtype_name,
     dtype_named,
     listed,
@@ -80,17 +78,6 @@ class Selection:
     only: Callable[[str], bool] = lambda name: True
     strict: bool = True
     rules: tuple[Rule, ...] = ()
-
-    def plan(self, plan: MergePlan) -> MergePlan:
-        """Return the plan with the names in the model.
-
-        Raises:
-            MismatchError: if two tensors get one name, or a rule fits none.
-        """
-        try:
-            return renamed(plan, self.rules)
-        except CheckpointError as error:
-            raise MismatchError(error.problems) from error
 
 
 EVERYTHING = Selection()

@@ -21,7 +21,7 @@ from xla_fsdp.checkpoint.errors import CheckpointError, failing
 from xla_fsdp.checkpoint.files.checksum import BLOCK, combine, crcs_in, whole, whole_of, written
 from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
-    Joined,
+    Composed,
     LazyMapping,
     Part,
     RecentBlocks,
@@ -120,22 +120,14 @@ def read_with_crc(source: ByteSource, start: int, buffer: memoryview) -> int:
 
     Bytes that a verifier reads need not be gone through twice.
     """
-    if isinstance(source, Part):
-        return read_with_crc(source.source, source.start + start, buffer)
     if isinstance(source, ChecksumVerifier):
         return source.read_with_crc(start, buffer)
-    if isinstance(source, Joined):
-        end = start + len(buffer)
-        parts = [(p, low, min(stop, end), stop) for p, low, stop in source.parts(start, end)]
-        if len(buffer) >= len(parts) * COMBINED:
+    if isinstance(source, Composed):
+        parts = list(source.parts(start, start + len(buffer)))
+        if len(parts) == 1 or len(buffer) >= len(parts) * COMBINED:
             return combine(
-                (
-                    read_with_crc(
-                        part, low - (stop - part.nbytes), buffer[low - start : high - start]
-                    ),
-                    high - low,
-                )
-                for part, low, high, stop in parts
+                (read_with_crc(part, at, buffer[low - start : high - start]), high - low)
+                for part, at, low, high in parts
             )
     source.read_into(start, buffer)
     return zlib.crc32(buffer)
@@ -307,7 +299,7 @@ def verified(name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> Map
             return value
         return replace(value, data=VerifiedBytes(_called(name, key), value, recent))
 
-    return LazyMapping({key: key for key in tensors}, make)
+    return LazyMapping(tensors, make)
 
 
 def verifying(

@@ -17,8 +17,8 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
@@ -86,11 +86,13 @@ _KNOWN = re.compile(
 
 @dataclass(frozen=True)
 class Record:
-    """A file in the zip archive: offset of its first byte, size, and CRC-32 (0 if not written)."""
+    """A file in the zip archive: the offset of its first byte, its size, its CRC-32 (0 if not
+    written), and the offset of that in the directory."""
 
     start: int
     nbytes: int
     crc: int
+    crc_at: int
 
 
 def read_torch_file(path: str) -> Any:
@@ -141,14 +143,14 @@ class Bytes:
 def _from_archive(file: BinaryIO, source: LocalFile | Bytes) -> Any:
     with zipfile.ZipFile(file) as archive:
         records = read_records(archive, source.nbytes)
-        names = [name for name in records if name.endswith("/data.pkl")]
-        if len(names) != 1:
-            raise CheckpointError(UNREADABLE)
-        folder = names[0].removesuffix("data.pkl")
-        order = f"{folder}byteorder"
-        if order in records and _content(archive, source, records, order) != b"little":
-            raise CheckpointError("was saved by a big-endian machine, which is not read")
-        data = _content(archive, source, records, names[0])
+    names = [name for name in records if name.endswith("/data.pkl")]
+    if len(names) != 1:
+        raise CheckpointError(UNREADABLE)
+    folder = names[0].removesuffix("data.pkl")
+    order = records.get(f"{folder}byteorder")
+    if order is not None and _content(source, order) != b"little":
+        raise CheckpointError("was saved by a big-endian machine, which is not read")
+    data = _content(source, records[names[0]])
 
     def storage(persistent_id: Any) -> _Storage:
         key, dtype = _key_and_dtype(persistent_id)
@@ -174,42 +176,32 @@ def read_records(archive: zipfile.ZipFile, file_size: int) -> dict[str, Record]:
     infos = archive.infolist()
     if any(i.compress_type != zipfile.ZIP_STORED or i.flag_bits & 1 for i in infos):
         raise CheckpointError("refused: its records are compressed, as torch.save never does")
-    file = archive.fp
+    # By section 4.3 of https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+    fields, at = [], archive.start_dir
+    for info in infos:
+        fields.append(at + 16)
+        name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+        at += 46 + len(name) + len(info.extra) + len(info.comment)
+    file: Any = archive.fp
     records: dict[str, Record] = {}
     end = 0
-    for info in sorted(infos, key=lambda each: each.header_offset):
-        start = _data_start(file, info)
+    for info, field in sorted(zip(infos, fields, strict=True), key=lambda e: e[0].header_offset):
+        file.seek(info.header_offset)
+        header = file.read(_LOCAL_HEADER.size)
+        start = info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
         sound = info.header_offset >= end and info.filename not in records
         end = start + info.file_size
         if not sound or info.file_size != info.compress_size or end > file_size:
             raise CheckpointError(UNREADABLE)
-        records[info.filename] = Record(start, info.file_size, info.CRC)
+        records[info.filename] = Record(start, info.file_size, info.CRC, field)
     return records
 
 
-def _data_start(file: Any, info: zipfile.ZipInfo) -> int:
-    file.seek(info.header_offset)
-    header = file.read(_LOCAL_HEADER.size)
-    return info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
-
-
-def _crc_fields(archive: zipfile.ZipFile) -> list[int]:
-    """Return the offset of the CRC-32 of each record in the central directory."""
-    # By section 4.3 of https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
-    fields, at = [], archive.start_dir
-    for info in archive.infolist():
-        fields.append(at + 16)
-        name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
-        at += 46 + len(name) + len(info.extra) + len(info.comment)
-    return fields
-
-
-def _content(
-    archive: zipfile.ZipFile, source: ByteSource, records: Mapping[str, Record], name: str
-) -> bytes:
-    record = records[name]
-    # zipfile verifies the CRC-32, but 0 means that torch.save did not compute one.
-    return archive.read(name) if record.crc else read_bytes(source, record.start, record.nbytes)
+def _content(source: ByteSource, record: Record) -> bytes:
+    data = read_bytes(source, record.start, record.nbytes)
+    if record.crc not in (0, zlib.crc32(data)):  # 0 if torch.save did not compute one
+        raise CheckpointError(UNREADABLE)
+    return data
 
 
 class Archive:
@@ -226,43 +218,40 @@ class Archive:
 
     def __init__(self, path: str, rank: re.Pattern[bytes]) -> None:
         with zipfile.ZipFile(path) as archive:
-            infos, directory = archive.infolist(), archive.start_dir
-            self.starts = [_data_start(archive.fp, info) for info in infos]
-            self._crcs = [at - directory for at in _crc_fields(archive)]
-        [self._index] = [i for i, info in enumerate(infos) if info.filename.endswith("/data.pkl")]
-        self._nbytes, self._rank = os.path.getsize(path), rank
-        self._pickle = self.starts[self._index], infos[self._index].file_size
+            self._nbytes, directory = os.path.getsize(path), archive.start_dir
+            records = read_records(archive, self._nbytes)
+        [name] = [name for name in records if name.endswith("/data.pkl")]
+        self._pickle, self._rank = records[name], rank
         self._directory = directory, self._nbytes - directory
-        self._folder = len(infos[0].filename.partition("/")[0])
+        self._crcs = {each.start: each.crc_at - directory for each in records.values()}
+        self._folder = len(name.partition("/")[0])
         self._fixed = self._divided(LocalFile(path))[0]
 
-    def twin(self, path: str) -> tuple[int, list[int]]:
-        """Return the rank in another archive, and the CRC-32s of its records in the order of
-        ``starts``; raise ValueError if anything else than these and the tensors is not as in this
-        one."""
+    def twin(self, path: str) -> tuple[int, dict[int, int]]:
+        """Return the rank in another archive, and the CRC-32s of its records by their offsets;
+        raise ValueError if anything else than these and the tensors is not as in this one."""
         file = LocalFile(path)
         fixed, rank, crcs = self._divided(file)
         if fixed != self._fixed or file.nbytes != self._nbytes:
             raise ValueError(path)
         return rank, crcs
 
-    def _divided(self, file: LocalFile) -> tuple[tuple[bytearray, bytearray], int, list[int]]:
+    def _divided(self, file: LocalFile) -> tuple[list[bytes], int, dict[int, int]]:
         """Return the description without what may differ; the rank; and the CRC-32s."""
-        data = bytearray(read_bytes(file, *self._pickle))
         directory = bytearray(read_bytes(file, *self._directory))
+        crcs = {
+            start: int.from_bytes(directory[at : at + 4], "little")
+            for start, at in self._crcs.items()
+        }
+        data = _content(file, replace(self._pickle, crc=crcs[self._pickle.start]))
         [match] = self._rank.finditer(data)
-        at, crc = match.start(1), zlib.crc32(data)
-        del match  # which would keep data from being changed
-        rank, data[at] = data[at], 0
-        crcs = [int.from_bytes(directory[at : at + 4], "little") for at in self._crcs]
-        if crcs[self._index] not in (0, crc):
-            raise CheckpointError(UNREADABLE)
         # Torch takes the name of the folder that all records are in, 30 bytes after the CRC-32,
         # from that of the file.
-        for at in self._crcs:
+        for at in self._crcs.values():
             directory[at : at + 4] = bytes(4)
             directory[at + 30 : at + 30 + self._folder] = bytes(self._folder)
-        return (data, directory), rank, crcs
+        parts = [data[: match.start(1)], data[match.end(1) :], bytes(directory)]
+        return parts, match[1][0], crcs
 
 
 # ---------------------------------------------------------------- content
@@ -431,36 +420,20 @@ def write_skeleton(content: Any, path: str, at: int = 0) -> list[CopyTask]:
             torch.save(content, file, pickle_module=SimpleNamespace(__name__="", Pickler=Pickler))
         with zipfile.ZipFile(file) as archive:
             records = read_records(archive, os.path.getsize(path))
-            places = dict(_crc_places(archive, records))
-    names = {name.partition("/data/")[2]: name for name in records}
-    tasks = []
-    for i, source in enumerate(sources):  # torch numbers tensors as it meets them
-        record = records[names[str(i)]]
-        if record.nbytes != source.spec.nbytes:
-            raise RuntimeError(
-                f"torch.save left {record.nbytes} bytes for {source.spec}, expected "
-                f"{source.spec.nbytes}: it lays files out in another way than that of torch 2.9"
-            )
-        if source.spec.nbytes:
-            tasks.append(CopyTask(source, path, record.start, places[names[str(i)]]))
+        by_number = {name.partition("/data/")[2]: record for name, record in records.items()}
+        tasks = []
+        for i, source in enumerate(sources):  # torch numbers tensors as it meets them
+            record, size = by_number[str(i)], source.spec.nbytes
+            end = record.start + record.nbytes
+            file.seek(end)  # where the CRC-32 is, too, but not of an empty record
+            if record.nbytes != size or (size and file.read(4) != _DESCRIPTOR_MAGIC):
+                raise RuntimeError(
+                    f"torch.save left {record.nbytes} bytes for {source.spec}, expected {size} "
+                    f"and {_DESCRIPTOR_MAGIC!r}: it lays files out in another way than torch 2.9's"
+                )
+            if size:
+                tasks.append(CopyTask(source, path, record.start, (record.crc_at, end + 4)))
     return tasks
-
-
-def _crc_places(
-    archive: zipfile.ZipFile, records: Mapping[str, Record]
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the name of every record, and the offsets of its CRC-32: in the central directory, and
-    after the record (after an empty one, there is none)."""
-    file: Any = archive.fp
-    for info, field in zip(archive.infolist(), _crc_fields(archive), strict=True):
-        end = records[info.filename].start + info.file_size
-        file.seek(end)
-        if info.file_size and (found := file.read(4)) != _DESCRIPTOR_MAGIC:
-            raise RuntimeError(
-                f"torch.save wrote {found!r} where {_DESCRIPTOR_MAGIC!r} was expected: it lays "
-                f"files out in another way than that of torch 2.9"
-            )
-        yield info.filename, (field, end + 4)
 
 
 def _without_data(spec: TensorSpec) -> tuple[Any, ...]:

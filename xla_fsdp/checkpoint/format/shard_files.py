@@ -111,17 +111,18 @@ class Shard:
     def state_dict(self) -> Mapping[str, Any]:
         """What is in the state dict of the model, by key."""
         names = {n.removeprefix(MODEL_PREFIX): n for n in self.content if is_of_model(n)}
-        return LazyMapping(names, self.content.__getitem__)
+        return LazyMapping(names, lambda key: self.content[names[key]])
 
     @property
     def optimizer(self) -> Mapping[str, TensorSource]:
         """The tensors of optimizer state by ``format.state_name``."""
-        return LazyMapping({n: n for n in self.content if is_state(n)}, self.content.__getitem__)
+        names = dict.fromkeys(filter(is_state, self.content))
+        return LazyMapping(names, self.content.__getitem__)
 
     @property
     def others(self) -> Mapping[str, TensorSource]:
         """All other tensors of the file, by name."""
-        names = {n: n for n in self.content if not (is_of_model(n) or is_state(n))}
+        names = dict.fromkeys(n for n in self.content if not (is_of_model(n) or is_state(n)))
         return LazyMapping(names, self.content.__getitem__)
 
     def states(self, key: str, record: StateRecord) -> dict[str, StateEntry]:
@@ -356,6 +357,8 @@ class TorchLayout:
     def __init__(self, first: Shard, entries: Mapping[str, Entry]) -> None:
         self.entries, self._first = entries, first
         self._metadata = FileMetadata(first.metadata)
+        # The names of the tensors whose checksums are the CRC-32s of their records.
+        self._summed = [name for name, tensor in first.tensors() if tensor.checksum is not None]
 
     @classmethod
     def of(cls, shard: Shard) -> TorchLayout | None:
@@ -383,7 +386,7 @@ class TorchLayout:
             rank, crcs = self._archive.twin(path)
         except (OSError, ValueError):  # which reading all of it tells
             return None
-        sums = {name: written(crcs[record]) for name, record in self._records.items()}
+        sums = {name: written(crcs[self.entries[name].start]) for name in self._summed}
         metadata = FileMetadata({"rank": rank}, self._metadata)
         own = AlikeFile(path, LocalFile(path), self.entries, sums)
         return Shard(path, own, metadata, layout=self, file=own)
@@ -391,16 +394,6 @@ class TorchLayout:
     @cached_property
     def _archive(self) -> Archive:
         return Archive(self._first.source, self._RANK)
-
-    @cached_property
-    def _records(self) -> dict[str, int]:
-        """The records whose CRC-32s are the checksums of tensors, by the names of these."""
-        known = {start: index for index, start in enumerate(self._archive.starts)}
-        return {
-            name: known[self.entries[name].start]
-            for name, tensor in self._first.tensors()
-            if tensor.checksum is not None
-        }
 
 
 def open_remote_torch(url: str) -> Shard:

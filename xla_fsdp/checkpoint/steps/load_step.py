@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xla_fsdp.checkpoint.convert.model_files import renamed
 from xla_fsdp.checkpoint.convert.reshard import (
     EVERYTHING,
     LoadTarget,
@@ -123,7 +124,7 @@ def _load(
     with naming(shards[own].source):
         plan = make_plan(shards[own].metadata, shards[own].state_dict)
     raise_if([f"{s.source}: {problem}" for s in opened for problem in find_misfits(plan, s, s)])
-    source = SourceCheckpoint(selection.plan(plan), shards, own)
+    source = SourceCheckpoint(renamed(plan, selection.rules), shards, own)
     found = plan_read(source, target, selection)
     if found.problems:
         where = f"{storage.where}/{attempt.folder}"
@@ -226,7 +227,6 @@ class RankFiles:
         self._like: Shard | None = None
         self._opened: dict[int, Shard] = {}
         self.entries = self.file(first).entries
-        self._names_of_tensors = {name: name for name in self.entries}
 
     def shards(self) -> list[Shard]:
         """Return every rank's shard, without opening further files."""
@@ -270,7 +270,7 @@ class RankFiles:
 
     def _unopened(self, rank: int) -> Shard:
         metadata = {**self.open(self._first).metadata, "rank": rank, "global_rank": None}
-        content = LazyMapping(self._names_of_tensors, partial(self.tensor, rank))
+        content = LazyMapping(self.entries, partial(self.tensor, rank))
         return Shard(self.source(rank), content, metadata)
 
 

@@ -67,9 +67,8 @@ from xla_fsdp.checkpoint.format.records import (
     model_name,
     state_name,
 )
-from xla_fsdp.checkpoint.format.step_files import FileRecord, Marker
 from xla_fsdp.checkpoint.steps.load_step import load_step
-from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt
+from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, FileRecord, Marker
 from xla_fsdp.distributed.shard_layout import ShardLayout
 
 STATES = ("exp_avg", "exp_avg_sq")

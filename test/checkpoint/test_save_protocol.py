@@ -262,7 +262,7 @@ class Disk:
         self.room = room
         self.lock = threading.Lock()
 
-    def open(self, path: Any, mode: str, **options: Any) -> io.FileIO:
+    def open(self, path: Any, mode: str) -> io.BufferedWriter:
         disk = self
 
         class File(io.FileIO):
@@ -274,7 +274,7 @@ class Disk:
                     disk.room -= written
                     return written
 
-        return File(path, mode)
+        return io.BufferedWriter(File(path, mode))
 
 
 def test_a_full_disk_is_said_by_all_ranks_and_loses_nothing(

@@ -6,7 +6,7 @@ an original or as an alias, also if units share a shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from torch import nn
@@ -15,11 +15,10 @@ from xla_fsdp.checkpoint.errors import dtype_name
 from xla_fsdp.checkpoint.format.records import MemberRecord, ParamRecord, ShardMetadata
 from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.mesh import Mesh
-from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.distributed.topology import Groups
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase, named_fsdp_modules, named_shards
 from xla_fsdp.fsdp.engine.param_group import NamedShard
-from xla_fsdp.state.model import cut_outside_units, refuse_cut_outside
+from xla_fsdp.state.model import cast_buffers, cut_outside_units, refuse_cut_outside
 from xla_fsdp.xla import ops
 
 
@@ -45,7 +44,7 @@ def describe(model: nn.Module) -> ShardMetadata:
         count,
         tuple(records.values()),
         ties,
-        dict(_cast_buffers(model)),
+        {name: dtype_name(dtype) for name, dtype in cast_buffers(model).items()},
         groups=None if groups is None else tuple(tuple(group) for group in groups),
         tensor_parts=parts,
     )
@@ -147,10 +146,3 @@ def _ties(shard: NamedShard, record: ParamRecord) -> dict[str, str]:
         for name in shard.names_of(original)
         if name != canonical.name
     }
-
-
-def _cast_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield names and original dtypes of the buffers that units have cast."""
-    for prefix, module in named_fsdp_modules(model, remove_duplicate=False):
-        for name, dtype in module._fsdp_module_state.cast_buffers.items():
-            yield join_name(prefix, name), dtype_name(dtype)

@@ -35,10 +35,12 @@ from xla_fsdp.checkpoint.files.json_values import Packed, pack
 from xla_fsdp.checkpoint.files.storage import Storage, open_storage
 from xla_fsdp.checkpoint.format.records import (
     SUFFIXES,
+    VALUE_PREFIX,
     OptimizerState,
     ShardMetadata,
     StateEntry,
     StateKind,
+    model_name,
 )
 from xla_fsdp.checkpoint.steps.load_step import LoadedStep, load_step
 from xla_fsdp.checkpoint.steps.save_step import (
@@ -117,19 +119,15 @@ class TrainState:
 
         Call it only if ``find_save_problems`` found none.
         """
-        state = None
+        metadata, values = self.metadata, self._values(extra)
+        live = {model_name(key): tensor for key, tensor in self._tensors().items()}
         if self.optimizer is not None:
             state = read_optimizer(self.optimizer, self.params)
-        model, states = self._tensors(), {} if state is None else state.tensors()
-        values = self._values(extra)
-        names = [(key, name) for key, each in states.items() for name in each]
-        live = [*model.values(), *(states[key][name] for key, name in names), *values.tensors]
-        copies = iter(host.take(live))
-        model = {key: next(copies) for key in model}
-        for key, name in names:
-            states[key][name] = next(copies)
-        metadata = replace(self.metadata, optimizer=None if state is None else state.record())
-        return RankContent(metadata, model, states, Packed(values.json, list(copies)))
+            metadata = replace(metadata, optimizer=state.record())
+            live |= state.named_tensors()
+        live |= {f"{VALUE_PREFIX}{i}": tensor for i, tensor in enumerate(values.tensors)}
+        copies = zip(live, host.take(list(live.values())), strict=True)
+        return RankContent(metadata, dict(copies), values.json)
 
     def _values(self, extra: Any) -> Packed:
         """Pack everything that is not sharded."""

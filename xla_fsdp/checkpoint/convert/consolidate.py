@@ -54,8 +54,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     source_of,
 )
 from xla_fsdp.checkpoint.format.consistency import check_marker, find_problems
-from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint, full_checkpoint
-from xla_fsdp.checkpoint.format.plan import identify, make_plan
+from xla_fsdp.checkpoint.format.plan import FullCheckpoint, full_checkpoint, identify, make_plan
 from xla_fsdp.checkpoint.format.records import model_name
 from xla_fsdp.checkpoint.format.shard_files import (
     DCP_METADATA,
@@ -68,9 +67,9 @@ from xla_fsdp.checkpoint.format.shard_files import (
     open_torch,
     verifying_shards,
 )
-from xla_fsdp.checkpoint.format.step_files import Marker
 from xla_fsdp.checkpoint.steps.step_directory import (
     MARKER,
+    Marker,
     find_marker,
     is_step_file,
     is_step_folder,

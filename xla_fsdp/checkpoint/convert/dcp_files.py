@@ -64,7 +64,6 @@ from xla_fsdp.checkpoint.format.records import (
     StateEntry,
     StateKind,
     model_name,
-    state_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import DCP_METADATA, Shard
 from xla_fsdp.distributed.shard_layout import LANES
@@ -203,13 +202,12 @@ def _shard(
         if name in params
     }
     state = _optimizer_state(reader, states, records)
-    tensors = {} if state is None else state.tensors()
     record = None if state is None else state.record()
     content = {
         model_name(n): shard_of(records[n], [t], 0, 1) if n in params else t
         for n, t in model.items()
     }
-    content |= {state_name(n, what): t for n, each in tensors.items() for what, t in each.items()}
+    content |= {} if state is None else state.named_tensors()
     metadata = ShardMetadata(0, 1, tuple(records.values()), optimizer=record).to_dict()
     return Shard(directory, content, metadata, verified=True)
 

@@ -34,7 +34,7 @@ from xla_fsdp.checkpoint.files.outputs import (
 )
 from xla_fsdp.checkpoint.files.storage import exists, open_storage
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource, convert_tensors
-from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint, MergePlan
+from xla_fsdp.checkpoint.format.plan import FullCheckpoint, MergePlan
 from xla_fsdp.checkpoint.format.records import GroupRecord, OptimizerState, StateKind
 from xla_fsdp.checkpoint.format.shard_files import SAFETENSORS
 

@@ -33,7 +33,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     Zeros,
     part_of,
 )
-from xla_fsdp.checkpoint.format.full_tensors import MergePlan, full_checkpoint
+from xla_fsdp.checkpoint.format.plan import MergePlan, full_checkpoint
 from xla_fsdp.checkpoint.format.records import (
     UNSHARDED,
     GroupRecord,

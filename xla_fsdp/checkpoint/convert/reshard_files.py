@@ -30,8 +30,7 @@ from xla_fsdp.checkpoint.files.outputs import (
 from xla_fsdp.checkpoint.files.safetensors_file import shard_file_metadata
 from xla_fsdp.checkpoint.files.storage import split_path
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource, full_path
-from xla_fsdp.checkpoint.format.full_tensors import MergePlan
-from xla_fsdp.checkpoint.format.plan import make_plan
+from xla_fsdp.checkpoint.format.plan import MergePlan, make_plan
 from xla_fsdp.checkpoint.format.records import (
     ParamRecord,
     ShardMetadata,
@@ -40,8 +39,15 @@ from xla_fsdp.checkpoint.format.records import (
     state_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import Shard, verifying_shards
-from xla_fsdp.checkpoint.format.step_files import FileRecord, Marker, rank_file_name
-from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, find_marker, job_token
+from xla_fsdp.checkpoint.steps.step_directory import (
+    MARKER,
+    Attempt,
+    FileRecord,
+    Marker,
+    find_marker,
+    job_token,
+    rank_file_name,
+)
 from xla_fsdp.distributed.shard_layout import rows_layout, shard_multiple
 
 

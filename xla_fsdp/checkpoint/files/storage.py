@@ -8,17 +8,14 @@ uploaded.
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import secrets
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from glob import escape, glob
 from pathlib import Path
-from typing import BinaryIO
 from weakref import finalize
 
 from xla_fsdp.checkpoint.errors import CheckpointError, failing
@@ -34,7 +31,6 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     same_bytes,
 )
 
-SPECIAL = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 ABSENT = (FileNotFoundError, NotADirectoryError)  # there is no such folder
 EXISTS = "exists already; remove it, choose another save_path, or overwrite it (--overwrite)"
 
@@ -137,9 +133,8 @@ class LocalStorage:
         path = str(self._root / name)
         with AtomicFiles(overwrite=True) as files:
             temporary = files.add(path)
-            with failing(path), open(temporary, "wb", buffering=0) as file:
-                for chunk in chunks:
-                    _write(file, chunk)
+            with failing(path), open(temporary, "wb") as file:
+                file.writelines(chunks)
             files.commit()
 
     def put(self, name: str, data: bytes) -> None:
@@ -152,18 +147,19 @@ class LocalStorage:
         Of several callers one succeeds; on a remote file system, if that has such a request.
         """
         path = self._root / name
-        with failing(path), suppress(FileExistsError):
+        with failing(path):
             make_folder(path.parent)
-            with open(path, "xb", buffering=0) as file:
-                try:
-                    _write(file, data)
-                except OSError:
-                    _remove(str(path))
-                    with suppress(OSError):  # other ranks may have put files there
-                        path.parent.rmdir()
-                    raise
-            return True
-        return False
+            try:
+                with open(path, "xb") as file:
+                    file.write(data)
+            except FileExistsError:
+                return False
+            except OSError:
+                _remove(str(path))
+                with suppress(OSError):  # other ranks may have put files there
+                    path.parent.rmdir()
+                raise
+        return True
 
     def delete(self, name: str) -> None:
         """Delete a file or a link, durably, if it exists."""
@@ -339,15 +335,12 @@ def exists(path: str) -> bool:
 def find_special(path: str) -> list[str]:
     """Return a line if there is something at a local path that is neither file nor directory: it is
     never replaced."""
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:
+    if os.path.islink(path):
+        what = "a symbolic link"
+    elif not os.path.exists(path) or os.path.isfile(path) or os.path.isdir(path):
         return []
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        return []
-    what = SPECIAL.get(stat.S_IFMT(mode), "a device")
-    if stat.S_ISLNK(mode):
-        what = f"a symbolic link to {os.readlink(path)}"
+    else:
+        what = "a device or a pipe"
     return [f"{path}: is {what}, which is never replaced; choose another save_path"]
 
 
@@ -375,13 +368,6 @@ def fetch(url: str, folder: str) -> str:
     with failing(path), open(path, "wb") as file:
         file.writelines(read_chunks(source))
     return path
-
-
-def _write(file: BinaryIO | io.FileIO, data: Buffer) -> None:
-    """Write all of ``data``: a disk that is about to be full takes a part, and then fails."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 def make_folder(path: Path) -> list[Path]:

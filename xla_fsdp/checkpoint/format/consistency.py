@@ -25,8 +25,7 @@ from xla_fsdp.checkpoint.errors import (
 from xla_fsdp.checkpoint.files.checksum import whole
 from xla_fsdp.checkpoint.files.copying import Progress, damage, read_crcs
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource, TensorSpec, same_bytes
-from xla_fsdp.checkpoint.format.full_tensors import MergePlan
-from xla_fsdp.checkpoint.format.plan import Identity, identify, make_plan, shared_part
+from xla_fsdp.checkpoint.format.plan import Identity, MergePlan, identify, make_plan, shared_part
 from xla_fsdp.checkpoint.format.records import model_name, state_name
 from xla_fsdp.checkpoint.format.shard_files import (
     MODEL_PREFIX,
@@ -35,8 +34,7 @@ from xla_fsdp.checkpoint.format.shard_files import (
     is_of_model,
     is_state,
 )
-from xla_fsdp.checkpoint.format.step_files import Marker, rank_file_name
-from xla_fsdp.checkpoint.steps.step_directory import MARKER
+from xla_fsdp.checkpoint.steps.step_directory import MARKER, Marker, rank_file_name
 
 MIXED = {"formats": "format", "world sizes": "world_size", "steps": "step", "jobs": "job"}
 

@@ -130,6 +130,11 @@ class OptimizerState:
             for key, entries in self.states.items()
         }
 
+    def named_tensors(self) -> dict[str, Any]:
+        """Return the same by name in a file."""
+        tensors = self.tensors().items()
+        return {state_name(key, n): value for key, own in tensors for n, value in own.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Return an optimizer's state dict with keys in place of numbers of parameters, as FSDP2's
         ``get_optimizer_state_dict`` has it."""

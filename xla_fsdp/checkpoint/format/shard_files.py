@@ -56,10 +56,10 @@ from xla_fsdp.checkpoint.format.records import (
     model_name,
     state_name,
 )
-from xla_fsdp.checkpoint.format.step_files import digest_of_torch_file
 from xla_fsdp.checkpoint.steps.step_directory import (
     MARKER,
     complete_attempts,
+    digest_of_torch_file,
     find_marker,
     read_marker,
 )

@@ -65,8 +65,13 @@ from xla_fsdp.checkpoint.format.shard_files import (
     values_of,
     verified_shard,
 )
-from xla_fsdp.checkpoint.format.step_files import Marker, rank_file_name
-from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, read_marker
+from xla_fsdp.checkpoint.steps.step_directory import (
+    MARKER,
+    Attempt,
+    Marker,
+    rank_file_name,
+    read_marker,
+)
 
 REMOTE_REQUESTS = 16  # at a time, as a request to an object store takes about 50 ms
 PARTLY_READ = 1 << 26  # bytes of blocks of which only a part was needed so far
@@ -166,9 +171,8 @@ def _open(
 
 
 def _read(found: ReadPlan, values: dict[str, Any], threads: int, same_ranks: bool) -> LoadedStep:
-    states = {} if found.optimizer is None else found.optimizer.tensors()
-    of_optimizer = [source for each in states.values() for source in each.values()]
-    tensors = _read_tensors([*found.model.values(), *of_optimizer], threads)
+    states = {} if found.optimizer is None else found.optimizer.named_tensors()
+    tensors = _read_tensors([*found.model.values(), *states.values()], threads)
     model = {key: tensors[id(source)] for key, source in found.model.items()}
     optimizer = None
     if found.optimizer is not None:

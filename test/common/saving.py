@@ -33,6 +33,8 @@ from xla_fsdp.checkpoint.steps.load_step import LoadedStep, load_step
 from xla_fsdp.checkpoint.steps.save_step import Job, RankContent, Ranks, Save, ShardFile
 from xla_fsdp.checkpoint.steps.step_directory import Keep, complete_attempts
 
+States = dict[str, dict[str, Tensor]]
+
 TIMEOUT = 300
 JOB = Job("one")
 
@@ -128,14 +130,18 @@ class Picture:
     def content(self, step: int, rank: int, world_size: int) -> RankContent:
         """What a rank saves: parameters, twice their values as state, and the step."""
         shards = {key: self.shard(key, rank, world_size) for key in self.keys()}
-        counter = torch.tensor(float(step))
         extra = {"step": step, "rank": rank, "data": torch.full((3,), step)}
         values = pack({"extra": extra}, "values")
         tensors = {model_name(key): tensor for key, tensor in {**shards, **self.whole}.items()}
-        for key, shard in shards.items():
-            tensors |= {state_name(key, "exp_avg"): shard * 2, state_name(key, "step"): counter}
+        for key, states in self.states(step, rank, shards).items():
+            tensors |= {state_name(key, name): state for name, state in states.items()}
         tensors |= {f"{VALUE_PREFIX}{i}": tensor for i, tensor in enumerate(values.tensors)}
         return RankContent(self.metadata(rank, world_size), tensors, values.json)
+
+    def states(self, step: int, rank: int, shards: Mapping[str, Tensor]) -> States:
+        """The optimizer's tensors of a rank by key, given its shards."""
+        counter = torch.tensor(float(step))
+        return {key: {"exp_avg": shard * 2, "step": counter} for key, shard in shards.items()}
 
     def shard(self, key: str, rank: int, world_size: int) -> Tensor:
         """A rank's shard in its shape, padded with zeros."""

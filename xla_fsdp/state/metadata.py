@@ -87,7 +87,13 @@ def _sharing_ranks(
     meshes = [each.mesh for each in placements if each is not None and each.mesh.size() > 1]
     if not meshes:
         return collectives.rank, collectives.num_shards, communication.groups, 1
-    _refuse_several(meshes)
+    several_axes = {repr(mesh.groups()): mesh.axis_names[0] for mesh in meshes}
+    if len(several_axes) > 1:
+        found = ", ".join(f"{name!r} {groups}" for groups, name in several_axes.items())
+        raise ValueError(
+            f"files of shards are of one tensor-parallel axis, but parameters were parallelized "
+            f"over several: {found}. Save xla_fsdp.full_state_dict(model) and optim_state_dict"
+        )
     mesh, tensor = shards[0].group.mesh, meshes[0]
     if mesh.layout != tensor.layout:
         raise ValueError(
@@ -98,16 +104,6 @@ def _sharing_ranks(
     groups = joint.groups()
     several = groups if len(groups) > 1 else None
     return joint.local_rank(ops.rank()), joint.size(), several, tensor.size()
-
-
-def _refuse_several(meshes: Sequence[Mesh]) -> None:
-    several = {repr(mesh.groups()): mesh.axis_names[0] for mesh in meshes}
-    if len(several) > 1:
-        found = ", ".join(f"{name!r} {groups}" for groups, name in several.items())
-        raise ValueError(
-            f"files of shards are of one tensor-parallel axis, but parameters were parallelized "
-            f"over several: {found}. Save xla_fsdp.full_state_dict(model) and optim_state_dict"
-        )
 
 
 def _refuse_other_dims(shards: Sequence[NamedShard]) -> None:

@@ -295,7 +295,7 @@ def verified(name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> Map
 
     def make(key: str) -> Any:
         value = tensors[key]
-        if not isinstance(value, TensorSource) or value.checksum is None or not value.spec.nbytes:
+        if not _has_checksum(value):
             return value
         return replace(value, data=VerifiedBytes(_called(name, key), value, recent))
 
@@ -307,14 +307,17 @@ def verifying(
 ) -> tuple[dict[str, Any], list[ChecksumVerifier]]:
     """Return the same tensors of the file ``name``, and values, reading through verifiers where
     they have a checksum."""
-    verifiers, same = [], {}
-    for key, value in tensors.items():
-        if isinstance(value, TensorSource) and value.checksum is not None and value.spec.nbytes:
-            verifier = ChecksumVerifier(_called(name, key), value)
-            verifiers.append(verifier)
-            value = replace(value, data=verifier)
-        same[key] = value
-    return same, verifiers
+    verifiers = {
+        key: ChecksumVerifier(_called(name, key), value)
+        for key, value in tensors.items()
+        if _has_checksum(value)
+    }
+    same = {key: replace(tensors[key], data=verifier) for key, verifier in verifiers.items()}
+    return {**tensors, **same}, list(verifiers.values())
+
+
+def _has_checksum(value: Any) -> bool:
+    return isinstance(value, TensorSource) and value.checksum is not None and value.spec.nbytes > 0
 
 
 def _called(file: str, name: str) -> str:

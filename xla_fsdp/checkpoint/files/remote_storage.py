@@ -126,12 +126,10 @@ class RemoteStorage:
             warnings.filterwarnings("ignore", "Sending a large body directly", ResourceWarning)
 
     def names(self, folder: str = "") -> list[str]:
-        names = (each["name"].rstrip("/").rpartition("/")[2] for each in self._list(folder))
-        return sorted(name for name in names if name and not name.startswith("."))
+        return sorted(name for name, _ in self._list(folder) if not name.startswith("."))
 
     def sizes(self, folder: str) -> dict[str, int]:
-        listed = (each for each in self._list(folder) if each["type"] == "file")
-        return {each["name"].rpartition("/")[2]: each["size"] for each in listed}
+        return {name: e["size"] for name, e in self._list(folder) if e["type"] == "file"}
 
     def tree(self) -> dict[str, dict[str, int]]:
         find = partial(self._fs.find, self._root, maxdepth=2, detail=True)
@@ -239,11 +237,13 @@ class RemoteStorage:
                     raise
         return missing["missing"]
 
-    def _list(self, folder: str) -> list[dict[str, Any]]:
+    def _list(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name of what is in a folder, and what fsspec says of it."""
         path = self._path(folder)
         ask = partial(self._fs.ls, path, detail=True)
-        listed = self._ask(folder, "cannot be listed", ask, missing=[])
-        return [each for each in listed if each["name"].strip("/") != path.strip("/")]
+        for each in self._ask(folder, "cannot be listed", ask, missing=[]):
+            if each["name"].strip("/") != path.strip("/"):
+                yield each["name"].rstrip("/").rpartition("/")[2], each
 
     def _small(self, name: str) -> Any:
         path = self._path(name)

@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -402,16 +403,13 @@ def _full_model(plan: MergePlan, shards: Sequence[Shard], own: Shard) -> dict[st
             sources = of_all(shards, model_name(key))
             full.update(_full_members(plan.sharded[key], sources, once))
         elif key in plan.unsharded:
-            full[plan.unsharded[key]] = _unsharded(value, plan.dtypes.get(key), once)
+            if isinstance(value, TensorSource):
+                cast = partial(value.cast, plan.dtypes.get(key, value.dtype))
+                value = once.get([value], plan.dtypes.get(key), cast)
+            full[plan.unsharded[key]] = value
     for alias, canonical in plan.ties.items():
         full[alias] = full[canonical]
     return full
-
-
-def _unsharded(value: Any, dtype: torch.dtype | None, once: Once) -> Any:
-    if not isinstance(value, TensorSource):
-        return value
-    return once.get([value], dtype, lambda: value.cast(dtype or value.dtype))
 
 
 class Once:

@@ -331,7 +331,7 @@ def test_replicas_may_differ_in_what_is_not_sharded(tmp_path: Path, shared: bool
         save = Save(open_storage(folder(ranks.rank)), ranks, place, 1, Keep(), JOB)
         save.begin()
         own = {"step": 1, "data": torch.full((3,), 1), "more": "x" * 100 * ranks.rank}
-        content = replace(picture(1).content(1, 0, 1), values=pack({"extra": own}, "values"))
+        content = replace(picture(1).content(1, 0, 1), values=pack({"extra": own}, "values").json)
         save.start(content)
         save.wait()
 

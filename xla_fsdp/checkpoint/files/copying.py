@@ -91,12 +91,12 @@ def _read_all(
 ) -> list[list[int]]:
     """Read every chunk of the sources and hand it to ``use``, with the index of its source and its
     first byte; return the CRC-32 of each block."""
-    own = threading.local()
+    own, longest = threading.local(), max((source.nbytes for source in sources), default=0)
 
     def work(chunk: tuple[int, int]) -> list[tuple[int, int]]:
         # One buffer per thread: to allocate one takes as long as to copy it.
         if not hasattr(own, "buffer"):
-            own.buffer = memoryview(bytearray(CHUNK))
+            own.buffer = memoryview(bytearray(min(CHUNK, longest)))
         index, start = chunk
         buffer, crcs = own.buffer[: sources[index].nbytes - start], []
         for at in range(0, len(buffer), BLOCK):

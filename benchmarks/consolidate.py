@@ -58,9 +58,7 @@ from xla_fsdp.checkpoint.files.storage import open_storage
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource, source_of
 from xla_fsdp.checkpoint.files.torch_file import read_torch_file
 from xla_fsdp.checkpoint.format.records import (
-    FileRecord,
     GroupRecord,
-    Marker,
     MemberRecord,
     OptimizerRecord,
     ParamRecord,
@@ -70,7 +68,7 @@ from xla_fsdp.checkpoint.format.records import (
     state_name,
 )
 from xla_fsdp.checkpoint.steps.load_step import load_step
-from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt
+from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, FileRecord, Marker
 from xla_fsdp.distributed.shard_layout import ShardLayout
 
 STATES = ("exp_avg", "exp_avg_sq")

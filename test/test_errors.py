@@ -38,7 +38,6 @@ TAKE_ALL = {
     "checkpoint/steps/save_step.py _work": 1,
     "checkpoint/steps/save_step.py _tidy": 1,
     "checkpoint/steps/save_step.py failing_together": 1,
-    "checkpoint/format/shard_files.py _archive": 1,
     "checkpoint/files/torch_file.py read_torch": 1,
     "distributed/cpu_ranks.py _attempt": 1,
     "distributed/turns.py meet": 1,

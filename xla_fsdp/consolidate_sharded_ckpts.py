@@ -110,23 +110,18 @@ class Status:
 
 
 def _plain_arguments(argv: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """Return arguments as argparse takes them: options with underscores, and values that begin with
-    a dash (``--ckpt_suffix -rank*.pth``) joined to their option."""
-    known = {name for action in parser._actions for name in action.option_strings}
+    """Return arguments as argparse takes them: options with underscores, and their values joined to
+    them, as these may begin with a dash (``--ckpt_suffix -rank*.pth``)."""
     takes_value = {name for a in parser._actions if a.nargs is None for name in a.option_strings}
-
-    def option(text: str) -> str | None:
-        name, equals, value = text.partition("=")
-        plain = f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
-        return f"{plain}{equals}{value}" if plain in known else None
-
     plain: list[str] = []
     for text in argv:
-        found = option(text)
-        if found is None and text.startswith("-") and plain and plain[-1] in takes_value:
+        if text.startswith("--"):
+            name, equals, value = text.partition("=")
+            plain.append(f"{name[:2]}{name[2:].replace('-', '_')}{equals}{value}")
+        elif plain and plain[-1] in takes_value:
             plain[-1] += f"={text}"
         else:
-            plain.append(found or text)
+            plain.append(text)
     return plain
 
 

@@ -168,12 +168,9 @@ class Trained(Picture):
         states = {key: replace(own, sharded=names) for key, own in record.states.items()}
         return replace(metadata, optimizer=replace(record, states=states))
 
-    def content(self, step: int, rank: int, world_size: int) -> Any:
-        content = super().content(step, rank, world_size)
-        states = {
-            key: {**own, "exp_avg_sq": own["exp_avg"] * 2} for key, own in content.states.items()
-        }
-        return replace(content, states=states)
+    def states(self, step: int, rank: int, shards: Any) -> Any:
+        states = super().states(step, rank, shards)
+        return {key: {**own, "exp_avg_sq": own["exp_avg"] * 2} for key, own in states.items()}
 
 
 @pytest.mark.parametrize(

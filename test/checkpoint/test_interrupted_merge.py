@@ -118,15 +118,16 @@ runpy.run_module("test.common.killed_merge", run_name="__main__")
 
 def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
     with AtomicFiles(overwrite=False) as files:
-        first = files.add(str(tmp_path / "a"))
-        second = files.add(str(tmp_path / "b"))
-        third = files.add(str(tmp_path / "c"), directory=True)
+        first, second, third = (Path(files.add(str(tmp_path / name))) for name in "abc")
+        first.touch()
+        second.touch()
+        third.mkdir()
         remove_abandoned(str(tmp_path))
-        assert all(os.path.exists(path) for path in (first, second, third))
+        assert all(path.exists() for path in (first, second, third))
         files.commit()
     assert left_in(tmp_path) == ["a", "b", "c"]
     with AtomicFiles(overwrite=False) as files:
-        files.add(str(tmp_path / "d"))
+        Path(files.add(str(tmp_path / "d"))).touch()
     assert left_in(tmp_path) == ["a", "b", "c"]
 
 

@@ -191,11 +191,10 @@ def test_groups_follow_the_parameters(tmp_path: Path) -> None:
 class Steps(Picture):
     """Parameters that were not updated equally often."""
 
-    def content(self, step: int, rank: int, world_size: int) -> Any:
-        content = super().content(step, rank, world_size)
-        states = {key: dict(state) for key, state in content.states.items()}
+    def states(self, step: int, rank: int, shards: Any) -> Any:
+        states = super().states(step, rank, shards)
         states["a"]["step"] = torch.tensor(17.0)
-        return replace(content, states=states)
+        return states
 
 
 def test_joined_parameters_must_have_made_the_same_steps(tmp_path: Path) -> None:
@@ -220,11 +219,9 @@ class Factored(Picture):
         }
         return replace(metadata, optimizer=replace(record, states=odd))
 
-    def content(self, step: int, rank: int, world_size: int) -> Any:
-        content = super().content(step, rank, world_size)
-        own = torch.full((4, 1), float(rank))
-        states = {key: {**state, "exp_avg": own} for key, state in content.states.items()}
-        return replace(content, states=states)
+    def states(self, step: int, rank: int, shards: Any) -> Any:
+        own, states = torch.full((4, 1), float(rank)), super().states(step, rank, shards)
+        return {key: {**state, "exp_avg": own} for key, state in states.items()}
 
 
 def test_state_of_another_shape_needs_the_same_ranks(tmp_path: Path) -> None:
@@ -264,10 +261,9 @@ class Ignored(Picture):
         states = {**record.states, "w": StateRecord((), ("exp_avg", "step"), {}, ("step",))}
         return replace(metadata, optimizer=replace(record, states=states))
 
-    def content(self, step: int, rank: int, world_size: int) -> Any:
-        content = super().content(step, rank, world_size)
+    def states(self, step: int, rank: int, shards: Any) -> Any:
         own = {"exp_avg": self.whole["w"] * 2, "step": torch.tensor(float(step))}
-        return replace(content, states={**content.states, "w": own})
+        return {**super().states(step, rank, shards), "w": own}
 
 
 @pytest.mark.parametrize("to_sharded", [True, False])

@@ -46,7 +46,7 @@ def read(source: LocalFile) -> dict[str, Tensor]:
     """All tensors of a file."""
     entries = read_header(source, "file").entries
     file = AlikeFile("file", source, entries, {})
-    return {each: file.tensor(each).load() for each in entries}
+    return {each: file[each].load() for each in entries}
 
 
 def test_what_is_planned_loads_with_the_safetensors_library(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_only_the_elements_asked_for_are_read(tmp_path: Path) -> None:
     file = CountingFile(str(tmp_path / "f"))
     header = read_header(file, "file")
     assert file.count == header.data_start
-    tensor = AlikeFile("f", file, header.entries, {}).tensor("b")
+    tensor = AlikeFile("f", file, header.entries, {})["b"]
     elements = tensor.elements(7, 300)
     elements.read_into(0, memoryview(found := bytearray(elements.nbytes)))
     assert found == bytes_of(tensors["b"][7:300])
@@ -170,4 +170,4 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
     header = read_header(source, "f")
     (tmp_path / "f").write_bytes((tmp_path / "f").read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"f: ends at byte \d*: truncated"):
-        AlikeFile("f", source, header.entries, {}).tensor("w").load()
+        AlikeFile("f", source, header.entries, {})["w"].load()

@@ -21,10 +21,19 @@ from xla_fsdp.checkpoint import MemberRecord, ParamRecord, ShardMetadata
 from xla_fsdp.checkpoint.convert.reshard import LoadTarget
 from xla_fsdp.checkpoint.files.json_values import pack
 from xla_fsdp.checkpoint.files.storage import Storage, open_storage
-from xla_fsdp.checkpoint.format.records import GroupRecord, OptimizerRecord, StateRecord
+from xla_fsdp.checkpoint.format.records import (
+    VALUE_PREFIX,
+    GroupRecord,
+    OptimizerRecord,
+    StateRecord,
+    model_name,
+    state_name,
+)
 from xla_fsdp.checkpoint.steps.load_step import LoadedStep, load_step
 from xla_fsdp.checkpoint.steps.save_step import Job, RankContent, Ranks, Save, ShardFile
 from xla_fsdp.checkpoint.steps.step_directory import Keep, complete_attempts
+
+States = dict[str, dict[str, Tensor]]
 
 TIMEOUT = 300
 JOB = Job("one")
@@ -121,13 +130,18 @@ class Picture:
     def content(self, step: int, rank: int, world_size: int) -> RankContent:
         """What a rank saves: parameters, twice their values as state, and the step."""
         shards = {key: self.shard(key, rank, world_size) for key in self.keys()}
+        extra = {"step": step, "rank": rank, "data": torch.full((3,), step)}
+        values = pack({"extra": extra}, "values")
+        tensors = {model_name(key): tensor for key, tensor in {**shards, **self.whole}.items()}
+        for key, states in self.states(step, rank, shards).items():
+            tensors |= {state_name(key, name): state for name, state in states.items()}
+        tensors |= {f"{VALUE_PREFIX}{i}": tensor for i, tensor in enumerate(values.tensors)}
+        return RankContent(self.metadata(rank, world_size), tensors, values.json)
+
+    def states(self, step: int, rank: int, shards: Mapping[str, Tensor]) -> States:
+        """The optimizer's tensors of a rank by key, given its shards."""
         counter = torch.tensor(float(step))
-        return RankContent(
-            self.metadata(rank, world_size),
-            {**shards, **self.whole},
-            {key: {"exp_avg": shard * 2, "step": counter} for key, shard in shards.items()},
-            pack({"extra": {"step": step, "rank": rank, "data": torch.full((3,), step)}}, "values"),
-        )
+        return {key: {"exp_avg": shard * 2, "step": counter} for key, shard in shards.items()}
 
     def shard(self, key: str, rank: int, world_size: int) -> Tensor:
         """A rank's shard in its shape, padded with zeros."""

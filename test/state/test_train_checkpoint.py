@@ -345,7 +345,7 @@ def asynchronous(directory: Path) -> dict[str, Any]:
 def disagree(rank: int, directory: Path) -> dict[str, Any]:
     """Ranks with different steps; and what another job owns."""
     from xla_fsdp import latest_step, load_checkpoint, save_checkpoint
-    from xla_fsdp.checkpoint.format.records import JobRecord
+    from xla_fsdp.checkpoint.steps.step_directory import JobRecord
     from xla_fsdp.xla.host import exchange
 
     model = fsdp(make(TiedNet))

@@ -36,7 +36,6 @@ from xla_fsdp.fsdp.module_base import ShardedModule
 from xla_fsdp.state.train_checkpoint import (
     LR_SCHEDULER,
     PendingSave,
-    SaveOptions,
     Stateful,
     TrainState,
     check_wrapped,
@@ -223,20 +222,25 @@ class CheckpointManager:
         """
         number = whole_number("step", step, 0)
         check_wrapped(model)
-        tier = self._due(number, force)
-        if tier is None or number == self._saved:
+        due = [tier for tier in self._tiers if force or number % tier.interval == 0]
+        if not due or number == self._saved:
             return False
-        options = SaveOptions(
-            keep=replace(tier.keep, damaged=frozenset(tier.damaged)),
+        self.wait()
+        tier = due[0]
+        with own_ranks().failing_together():
+            tier.claim()
+        self._pending = start_save(
+            tier.storage.where,
+            model,
+            optimizer,
+            objects or {},
+            extra,
+            number,
+            replace(tier.keep, damaged=frozenset(tier.damaged)),
             asynchronous=self._asynchronous,
             take_over=self._take_over,
             metrics=metrics,
         )
-        self.wait()
-        with own_ranks().failing_together():
-            tier.claim()
-        where, named = tier.storage.where, objects or {}
-        self._pending = start_save(where, model, optimizer, named, extra, number, options)
         self._saved = number
         return True
 
@@ -367,14 +371,6 @@ class CheckpointManager:
         # written nevertheless. All ranks of a job that is preempted leave by SystemExit.
         if kind is None or issubclass(kind, SystemExit):
             self.wait()
-
-    # ------------------------------------------------------------ saving
-
-    def _due(self, step: int, force: bool) -> _Tier | None:
-        """Return the first tier for which a step is due."""
-        if force:
-            return self._tiers[0]
-        return next((tier for tier in self._tiers if step % tier.interval == 0), None)
 
     # ------------------------------------------------------------ restoring
 

@@ -6,7 +6,7 @@ an original or as an alias, also if units share a shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from torch import nn
@@ -15,11 +15,10 @@ from xla_fsdp.checkpoint.errors import dtype_name
 from xla_fsdp.checkpoint.format.records import MemberRecord, ParamRecord, ShardMetadata
 from xla_fsdp.distributed.collectives import Communication
 from xla_fsdp.distributed.mesh import Mesh
-from xla_fsdp.distributed.shard_layout import join_name
 from xla_fsdp.distributed.topology import Groups
 from xla_fsdp.fsdp.engine.module_state import FSDPModuleBase, named_fsdp_modules, named_shards
 from xla_fsdp.fsdp.engine.param_group import NamedShard
-from xla_fsdp.state.model import cut_outside_units, refuse_cut_outside
+from xla_fsdp.state.model import cast_buffers, cut_outside_units, refuse_cut_outside
 from xla_fsdp.xla import ops
 
 
@@ -45,7 +44,7 @@ def describe(model: nn.Module) -> ShardMetadata:
         count,
         tuple(records.values()),
         ties,
-        dict(_cast_buffers(model)),
+        {name: dtype_name(dtype) for name, dtype in cast_buffers(model).items()},
         groups=None if groups is None else tuple(tuple(group) for group in groups),
         tensor_parts=parts,
     )
@@ -88,7 +87,13 @@ def _sharing_ranks(
     meshes = [each.mesh for each in placements if each is not None and each.mesh.size() > 1]
     if not meshes:
         return collectives.rank, collectives.num_shards, communication.groups, 1
-    _refuse_several(meshes)
+    several_axes = {repr(mesh.groups()): mesh.axis_names[0] for mesh in meshes}
+    if len(several_axes) > 1:
+        found = ", ".join(f"{name!r} {groups}" for groups, name in several_axes.items())
+        raise ValueError(
+            f"files of shards are of one tensor-parallel axis, but parameters were parallelized "
+            f"over several: {found}. Save xla_fsdp.full_state_dict(model) and optim_state_dict"
+        )
     mesh, tensor = shards[0].group.mesh, meshes[0]
     if mesh.layout != tensor.layout:
         raise ValueError(
@@ -99,16 +104,6 @@ def _sharing_ranks(
     groups = joint.groups()
     several = groups if len(groups) > 1 else None
     return joint.local_rank(ops.rank()), joint.size(), several, tensor.size()
-
-
-def _refuse_several(meshes: Sequence[Mesh]) -> None:
-    several = {repr(mesh.groups()): mesh.axis_names[0] for mesh in meshes}
-    if len(several) > 1:
-        found = ", ".join(f"{name!r} {groups}" for groups, name in several.items())
-        raise ValueError(
-            f"files of shards are of one tensor-parallel axis, but parameters were parallelized "
-            f"over several: {found}. Save xla_fsdp.full_state_dict(model) and optim_state_dict"
-        )
 
 
 def _refuse_other_dims(shards: Sequence[NamedShard]) -> None:
@@ -147,10 +142,3 @@ def _ties(shard: NamedShard, record: ParamRecord) -> dict[str, str]:
         for name in shard.names_of(original)
         if name != canonical.name
     }
-
-
-def _cast_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield names and original dtypes of the buffers that units have cast."""
-    for prefix, module in named_fsdp_modules(model, remove_duplicate=False):
-        for name, dtype in module._fsdp_module_state.cast_buffers.items():
-            yield join_name(prefix, name), dtype_name(dtype)

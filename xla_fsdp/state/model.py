@@ -65,16 +65,21 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedDic
             return OrderedDict()
         state = model.state_dict()
     state.update(gathered)
-    dtypes = {
-        join_name(prefix, name): dtype
-        for prefix, module in named_fsdp_modules(model)
-        for name, dtype in module._fsdp_module_state.cast_buffers.items()
-    }
+    dtypes = cast_buffers(model)
     for name, value in state.items():
         dtype = dtypes.get(name)
         # Also tensors of an extra state, which may be of any structure.
         state[name] = map_tensors(partial(_to_host, dtype=dtype), value)
     return marked(state, model, Form.FULL)
+
+
+def cast_buffers(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the original dtypes of the buffers that units have cast, by all of their names."""
+    return {
+        join_name(prefix, name): dtype
+        for prefix, module in named_fsdp_modules(model, remove_duplicate=False)
+        for name, dtype in module._fsdp_module_state.cast_buffers.items()
+    }
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:

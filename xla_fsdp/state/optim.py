@@ -196,16 +196,12 @@ def _entries_of_slice(
     """Return the state of a slice of a stack, or ``entries`` if there is no stack."""
     if part is None:
         return entries
-    return {
-        name: replace(e, value=_value_of_slice(e, part)) if _is_stacked(name, e) else e
-        for name, e in entries.items()
-    }
 
+    def cut(entry: StateEntry) -> StateEntry:
+        shape = part.shape if entry.kind is StateKind.SHARD else entry.value.shape[1:]
+        return replace(entry, value=part_of(entry.value, replace(part, shape=shape)))
 
-def _value_of_slice(entry: StateEntry, part: StackPart) -> Tensor:
-    whole: Tensor = entry.value
-    own = part.shape if entry.kind is StateKind.SHARD else whole.shape[1:]
-    return part_of(whole, replace(part, shape=own))
+    return {name: cut(e) if _is_stacked(name, e) else e for name, e in entries.items()}
 
 
 def _is_stacked(name: str, entry: StateEntry) -> bool:

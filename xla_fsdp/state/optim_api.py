@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +25,7 @@ from xla_fsdp.checkpoint.format.records import (
     StateEntry,
     StateKind,
 )
+from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.fsdp.engine.module_state import named_shards
 from xla_fsdp.fsdp.engine.param import all_joined
 from xla_fsdp.fsdp.engine.param_group import NamedShard
@@ -92,13 +93,7 @@ def cut_optim_state_dict(
 def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state of this rank's shards, by their keys in ``state_dict()``."""
     state = read_optimizer(optimizer, params_by_key(model))
-    return {
-        "state": {
-            key: {name: _on_host(entry.value) for name, entry in entries.items()}
-            for key, entries in state.states.items()
-        },
-        "param_groups": [{**group.options, "params": list(group.params)} for group in state.groups],
-    }
+    return map_tensors(_on_host, state.to_dict())
 
 
 def load_sharded_optim_state_dict(
@@ -157,43 +152,93 @@ def to_full(state: OptimizerState, names: ShardNames, *, only: int | None = None
                 full[name, entry_name] = tensor.cpu()
     if not shown:
         return {}
-    return {
-        "state": {
-            name: {
-                entry_name.removeprefix(UNSHARDED): full[name, entry_name]
-                if entry.kind is StateKind.SHARD
-                else _on_host(entry.value)
-                for entry_name, entry in entries.items()
-            }
-            for key, entries in state.states.items()
-            for name in names.of(key)
-        },
-        "param_groups": [
-            {**group.options, "params": [name for key in group.params for name in names.of(key)]}
-            for group in state.groups
-        ],
-    }
+    return state.unsharded(names.of, full, _on_host).to_dict()
 
 
 def from_full(
     full: Mapping[str, Any], template: OptimizerState, names: ShardNames
 ) -> OptimizerState:
     """Shard a result of ``to_full``, on any number of ranks, for this rank's optimizer."""
-    reader = _Reader(full, template, names)
-    state = OptimizerState(
-        tuple(reader.group(part) for part in full["param_groups"]),
-        {key: reader.entries(key) for key in reader.keys if reader.has_state(key)},
-    )
-    raise_if([*reader.unknown(), *reader.problems])
-    return state
+    given = {names.canonical.get(name, name): own for name, own in full["state"].items()}
+    key_of = {n: key for group in template.groups for key in group.params for n in names.of(key)}
+    problems = [
+        f"the state has entries for {name}, which is not in the optimizer"
+        for name in given
+        if name not in key_of
+    ]
+    groups = []
+    for part in full["param_groups"]:
+        members = [names.canonical.get(name, name) for name in part["params"]]
+        keys = dict.fromkeys(key_of.get(name, name) for name in members)
+        problems += [
+            f"{key} joins {', '.join(names.of(key))}, which are not all in one group of the state"
+            for key in keys
+            if not set(names.of(key)) <= set(members)
+        ]
+        groups.append(GroupRecord.of(part, keys))
+    states = {}
+    for key in dict.fromkeys(key for name, key in key_of.items() if name in given):
+        found = {name: given.get(name, {}) for name in names.of(key)}
+        wanted, shard = template.states.get(key, {}), names.shards.get(key)
+        states[key] = _own_entries(key, wanted, found, shard, problems)
+    raise_if(problems)
+    return OptimizerState(tuple(groups), states)
+
+
+def _own_entries(
+    key: str,
+    wanted: Mapping[str, StateEntry],
+    found: Mapping[str, Mapping[str, Any]],
+    shard: NamedShard | None,
+    problems: list[str],
+) -> dict[str, StateEntry]:
+    """Return this rank's states under a key, of those of the parameters in it, by name."""
+    known = {name.removeprefix(UNSHARDED): name for name in wanted}
+    for name, values in found.items():
+        problems += [f"{name} has no {what!r}" for what in known if what not in values]
+        problems += [
+            f"{name} has {what!r}, which this optimizer does not keep for it"
+            for what in values
+            if what not in known
+        ]
+    entries = {}
+    for what, own in known.items():
+        if all(what in values for values in found.values()):
+            values = {name: each[what] for name, each in found.items()}
+            entry = wanted[own]
+            if entry.kind is StateKind.SHARD and shard is not None:
+                value = _own_shard(what, entry.value, values, shard, problems)
+            else:
+                value = _common_value(key, what, entry.value, values, problems)
+            entries[own] = replace(entry, value=_in_dtype_of(entry.value, value))
+    return entries
+
+
+def _own_shard(
+    what: str, own: Tensor, values: Mapping[str, Any], shard: NamedShard, problems: list[str]
+) -> Tensor:
+    originals = zip(shard.param.originals, values.items(), strict=True)
+    shapes = [(tuple(original.whole_shape), *named) for original, named in originals]
+    bad = [line for each in shapes for line in _misfit(what, *each)]
+    problems += bad
+    return own if bad else shard.param.cut(list(values.values()))
+
+
+def _common_value(
+    key: str, what: str, own: Any, values: Mapping[str, Any], problems: list[str]
+) -> Any:
+    first, *others = values.values()
+    if any(not same_value(first, value) for value in others):
+        problems.append(
+            f"{what!r} differs between the parameters that are flattened together in {key}"
+        )
+    problems += _misfit(what, _shape(own), key, first)
+    return first
 
 
 def from_shards(given: Mapping[str, Any], template: OptimizerState) -> OptimizerState:
     """Read a result of ``sharded_optim_state_dict``; ``write_optimizer`` checks whether it fits."""
-    groups = tuple(
-        GroupRecord(tuple(part["params"]), {n: v for n, v in part.items() if n != "params"})
-        for part in given["param_groups"]
-    )
+    groups = tuple(GroupRecord.of(part, part["params"]) for part in given["param_groups"])
 
     def entry(key: str, name: str, value: Any) -> StateEntry:
         own = template.states.get(key, {}).get(name)
@@ -306,85 +351,6 @@ def _ungatherable(state: OptimizerState, names: ShardNames) -> Iterator[str]:
                     f"one rank's shard and is no slice of a whole. Save this optimizer's state as "
                     f"shards, and load it on as many ranks"
                 )
-
-
-class _Reader:
-    """Shards a full state for the optimizer to load, and collects ``problems``."""
-
-    def __init__(
-        self, full: Mapping[str, Any], template: OptimizerState, names: ShardNames
-    ) -> None:
-        known = names.canonical
-        self._full = {known.get(name, name): values for name, values in full["state"].items()}
-        self._template = template
-        self._names = names
-        self.keys = [key for group in template.groups for key in group.params]
-        self._key_of = {name: key for key in self.keys for name in names.of(key)}
-        self.problems: list[str] = []
-
-    def has_state(self, key: str) -> bool:
-        return any(name in self._full for name in self._names.of(key))
-
-    def unknown(self) -> list[str]:
-        """Return one line for each name that the optimizer does not have."""
-        return [
-            f"the state has entries for {name}, which is not in the optimizer"
-            for name in self._full
-            if name not in self._key_of
-        ]
-
-    def group(self, part: Mapping[str, Any]) -> GroupRecord:
-        names = [self._names.canonical.get(name, name) for name in part["params"]]
-        keys = list(dict.fromkeys(self._key_of.get(name, name) for name in names))
-        for key in keys:
-            own = self._names.of(key)
-            if not set(own) <= set(names):
-                self.problems.append(
-                    f"{key} joins {', '.join(own)}, which are not all in one group of the state"
-                )
-        return GroupRecord(tuple(keys), {n: v for n, v in part.items() if n != "params"})
-
-    def entries(self, key: str) -> dict[str, StateEntry]:
-        wanted = self._template.states.get(key, {})
-        found = [self._full.get(name, {}) for name in self._names.of(key)]
-        self._compare(key, wanted, found)
-        named = [(name, name.removeprefix(UNSHARDED), own) for name, own in wanted.items()]
-        return {
-            name: StateEntry(own.kind, self._value(key, full, own, [v[full] for v in found]))
-            for name, full, own in named
-            if all(full in values for values in found)
-        }
-
-    def _compare(
-        self, key: str, entries: Mapping[str, StateEntry], found: Sequence[Mapping[str, Any]]
-    ) -> None:
-        wanted = [entry.removeprefix(UNSHARDED) for entry in entries]
-        for name, values in zip(self._names.of(key), found, strict=True):
-            self.problems += [f"{name} has no {entry!r}" for entry in wanted if entry not in values]
-            self.problems += [
-                f"{name} has {entry!r}, which this optimizer does not keep for it"
-                for entry in values
-                if entry not in wanted
-            ]
-
-    def _value(self, key: str, name: str, own: StateEntry, values: Sequence[Any]) -> Any:
-        if own.kind is not StateKind.SHARD:
-            if any(not same_value(values[0], value) for value in values[1:]):
-                self.problems.append(
-                    f"{name!r} differs between the parameters that are flattened together in {key}"
-                )
-            self.problems += _misfit(name, _shape(own.value), key, values[0])
-            return _in_dtype_of(own.value, values[0])
-        shard = self._names.shards[key]
-        originals = shard.param.originals
-        shapes = [tuple(original.whole_shape) for original in originals]
-        triples = zip(shapes, self._names.of(key), values, strict=True)
-        bad = [line for triple in triples for line in _misfit(name, *triple)]
-        self.problems += bad
-        if bad:
-            return own.value
-        own_slice = shard.param.cut(values)
-        return _in_dtype_of(own.value, own_slice)
 
 
 def _in_dtype_of(own: Any, value: Any) -> Any:

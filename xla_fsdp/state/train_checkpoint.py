@@ -17,7 +17,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
@@ -35,10 +35,12 @@ from xla_fsdp.checkpoint.files.json_values import Packed, pack
 from xla_fsdp.checkpoint.files.storage import Storage, open_storage
 from xla_fsdp.checkpoint.format.records import (
     SUFFIXES,
+    VALUE_PREFIX,
     OptimizerState,
     ShardMetadata,
     StateEntry,
     StateKind,
+    model_name,
 )
 from xla_fsdp.checkpoint.steps.load_step import LoadedStep, load_step
 from xla_fsdp.checkpoint.steps.save_step import (
@@ -87,14 +89,10 @@ class TrainState:
     params: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        reshard_units(self._module)
-        own = describe(self._module)
+        reshard_units(self.model)
+        own = describe(self.model)
         self.metadata = replace(own, global_rank=None if own.groups is None else ops.rank())
-        self.params = params_by_key(self._module)
-
-    @property
-    def _module(self) -> nn.Module:
-        return self.model
+        self.params = params_by_key(self.model)
 
     @property
     def kind_of_optimizer(self) -> str | None:
@@ -121,19 +119,15 @@ class TrainState:
 
         Call it only if ``find_save_problems`` found none.
         """
-        state = None
+        metadata, values = self.metadata, self._values(extra)
+        live = {model_name(key): tensor for key, tensor in self._tensors().items()}
         if self.optimizer is not None:
             state = read_optimizer(self.optimizer, self.params)
-        model, states = self._tensors(), {} if state is None else state.tensors()
-        values = self._values(extra)
-        names = [(key, name) for key, each in states.items() for name in each]
-        live = [*model.values(), *(states[key][name] for key, name in names), *values.tensors]
-        copies = iter(host.take(live))
-        model = {key: next(copies) for key in model}
-        for key, name in names:
-            states[key][name] = next(copies)
-        metadata = replace(self.metadata, optimizer=None if state is None else state.record())
-        return RankContent(metadata, model, states, Packed(values.json, list(copies)))
+            metadata = replace(metadata, optimizer=state.record())
+            live |= state.named_tensors()
+        live |= {f"{VALUE_PREFIX}{i}": tensor for i, tensor in enumerate(values.tensors)}
+        copies = zip(live, host.take(list(live.values())), strict=True)
+        return RankContent(metadata, dict(copies), values.json)
 
     def _values(self, extra: Any) -> Packed:
         """Pack everything that is not sharded."""
@@ -161,8 +155,8 @@ class TrainState:
 
     def _state(self) -> dict[str, Any]:
         """Return this rank's shards, whatever state dict type the user has chosen."""
-        with unchosen(self._module):
-            return self._module.state_dict()
+        with unchosen(self.model):
+            return self.model.state_dict()
 
     def target(self) -> LoadTarget:
         """Return the tensors that this rank needs, by key and shape."""
@@ -246,8 +240,8 @@ class TrainState:
             if alias in live and canonical in state:
                 state[alias] = state[canonical]
         state.update(loaded.values.get("model", {}))
-        with unchosen(self._module):
-            self._module.load_state_dict(state, strict=strict)
+        with unchosen(self.model):
+            self.model.load_state_dict(state, strict=strict)
 
     def _set_rng_state(self, state: Any) -> None:
         if not isinstance(state, dict):
@@ -396,20 +390,19 @@ def save_checkpoint(
     check_wrapped(model)
     if file_format not in SUFFIXES:
         raise ValueError(f"file_format={file_format!r}; expected one of {', '.join(SUFFIXES)}")
-    options = SaveOptions(keep, asynchronous, file_format, take_over)
     objects = {} if lr_scheduler is None else {LR_SCHEDULER: lr_scheduler}
-    return start_save(directory, model, optimizer, objects, extra, number, options)
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """Options of ``start_save``: those of ``save_checkpoint``, and ``metrics`` of the step."""
-
-    keep: Keep = field(default_factory=Keep)
-    asynchronous: bool = False
-    file_format: str = "safetensors"
-    take_over: bool = False
-    metrics: Mapping[str, Any] | None = None
+    return start_save(
+        directory,
+        model,
+        optimizer,
+        objects,
+        extra,
+        number,
+        keep,
+        asynchronous=asynchronous,
+        take_over=take_over,
+        file_format=file_format,
+    )
 
 
 @torch.inference_mode(False)  # or no later save could write over the copies
@@ -420,15 +413,20 @@ def start_save(
     objects: Mapping[str, Stateful],
     extra: Any,
     step: int,
-    options: SaveOptions,
+    keep: Keep,
+    *,
+    asynchronous: bool,
+    take_over: bool,
+    file_format: str = "safetensors",
+    metrics: Mapping[str, Any] | None = None,
 ) -> PendingSave:
-    """Save as ``save_checkpoint``, with any objects beside the model."""
+    """Save as ``save_checkpoint``, with any objects beside the model, and metrics of the step."""
     host, ranks = wait_for_earlier(model) or HostCopies(), own_ranks()
     with ranks.failing_together():
         state = TrainState(model, optimizer, objects)
-        file = ShardFile(state.metadata.rank, state.metadata.world_size, options.file_format)
-        job = Job(job_token(), _replaced.get(model, frozenset()), options.take_over)
-        metrics = plain_metrics(options.metrics or {})
+        file = ShardFile(state.metadata.rank, state.metadata.world_size, file_format)
+        job = Job(job_token(), _replaced.get(model, frozenset()), take_over)
+        plain = plain_metrics(metrics or {})
         problems = [
             f"objects: the name {name!r} is a {type(name).__name__}, expected a string"
             for name in objects
@@ -439,7 +437,7 @@ def start_save(
         storage = open_storage(directory)
         place = (ranks.rank, storage.where, step)
         problems += _find_other_model(model, place)
-        save = Save(storage, ranks, file, step, options.keep, job, metrics, same)
+        save = Save(storage, ranks, file, step, keep, job, plain, same)
     save.begin(problems)
     with _saved_lock:
         _saved_places[model] = place
@@ -449,8 +447,8 @@ def start_save(
         save.give_up(error)
     else:
         save.start(content, write_rank_file)
-    pending = _pending[model] = PendingSave(save, host if options.asynchronous else None)
-    if not options.asynchronous:
+    pending = _pending[model] = PendingSave(save, host if asynchronous else None)
+    if not asynchronous:
         pending.wait()
     return pending
 

@@ -54,9 +54,8 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     source_of,
 )
 from xla_fsdp.checkpoint.format.consistency import check_marker, find_problems
-from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint, full_checkpoint
-from xla_fsdp.checkpoint.format.plan import identify, make_plan
-from xla_fsdp.checkpoint.format.records import Marker
+from xla_fsdp.checkpoint.format.plan import FullCheckpoint, full_checkpoint, identify, make_plan
+from xla_fsdp.checkpoint.format.records import model_name
 from xla_fsdp.checkpoint.format.shard_files import (
     DCP_METADATA,
     SAFETENSORS,
@@ -70,6 +69,7 @@ from xla_fsdp.checkpoint.format.shard_files import (
 )
 from xla_fsdp.checkpoint.steps.step_directory import (
     MARKER,
+    Marker,
     find_marker,
     is_step_file,
     is_step_folder,
@@ -126,7 +126,7 @@ def consolidate_sharded_state_dicts(
     shards = [
         Shard(
             f"state_dict_list[{rank}]",
-            convert_tensors(dict(state_dict), source_of),
+            {model_name(key): v for key, v in convert_tensors(dict(state_dict), source_of).items()},
             {**shard_metadata, "rank": rank},
         )
         for rank, state_dict in enumerate(state_dict_list)
@@ -396,11 +396,9 @@ def _find_path_problems(
                 f"what save_checkpoint writes; choose a save_path beside it, such as "
                 f"{run}{OUTPUT_MARK}.pth"
             ]
-    if kind is Kind.DCP:
-        directory = _dcp_output(output, {}, Layout())
-        return find_output_problems([directory], overwrite=overwrite, make_directories=False)
     if kind is Kind.DIRECTORY:
         inside = BytesOutput(os.path.join(output, "model.safetensors"), b"")
         return find_output_problems([inside], overwrite=True, make_directories=True)
-    file = BytesOutput(output, b"")
+    is_dcp = kind is Kind.DCP
+    file = _dcp_output(output, {}, Layout()) if is_dcp else BytesOutput(output, b"")
     return find_output_problems([file], overwrite=overwrite, make_directories=False)

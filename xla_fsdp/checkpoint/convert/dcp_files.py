@@ -64,7 +64,7 @@ from xla_fsdp.checkpoint.format.records import (
     ShardMetadata,
     StateEntry,
     StateKind,
-    state_name,
+    model_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import DCP_METADATA, Shard
 from xla_fsdp.distributed.shard_layout import LANES
@@ -203,15 +203,14 @@ def _shard(
         if name in params
     }
     state = _optimizer_state(reader, states, records)
-    tensors = {} if state is None else state.tensors()
     record = None if state is None else state.record()
-    return Shard(
-        directory,
-        {n: shard_of(records[n], [t], 0, 1) if n in params else t for n, t in model.items()},
-        ShardMetadata(0, 1, tuple(records.values()), optimizer=record).to_dict(),
-        {state_name(name, what): t for name, each in tensors.items() for what, t in each.items()},
-        verified=True,
-    )
+    content = {
+        model_name(n): shard_of(records[n], [t], 0, 1) if n in params else t
+        for n, t in model.items()
+    }
+    content |= {} if state is None else state.named_tensors()
+    metadata = ShardMetadata(0, 1, tuple(records.values()), optimizer=record).to_dict()
+    return Shard(directory, content, metadata, verified=True)
 
 
 def _optimizer_state(
@@ -258,13 +257,14 @@ def _optimizer_state(
 
 
 def _group(index: int, options: dict[str, Any]) -> GroupRecord:
-    params = options.pop("params", [])
+    params = options.get("params", [])
     if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
         raise CheckpointError(
             f"optim.param_groups.{index}.params holds no names; save get_optimizer_state_dict("
             f"model, optimizer) of torch.distributed.checkpoint.state_dict, or the model alone"
         )
-    return GroupRecord(tuple(params), json_value(options, f"optim.param_groups.{index}"))
+    group = GroupRecord.of(options, params)
+    return replace(group, options=json_value(group.options, f"optim.param_groups.{index}"))
 
 
 class _Reader:

@@ -20,12 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
 
-from xla_fsdp.checkpoint.errors import CheckpointError, raise_if
+from xla_fsdp.checkpoint.errors import CheckpointError, MismatchError, raise_if
 from xla_fsdp.checkpoint.files.outputs import (
     BytesOutput,
     Checksums,
@@ -35,7 +34,7 @@ from xla_fsdp.checkpoint.files.outputs import (
 )
 from xla_fsdp.checkpoint.files.storage import exists, open_storage
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource, convert_tensors
-from xla_fsdp.checkpoint.format.full_tensors import FullCheckpoint, MergePlan
+from xla_fsdp.checkpoint.format.plan import FullCheckpoint, MergePlan
 from xla_fsdp.checkpoint.format.records import GroupRecord, OptimizerState, StateKind
 from xla_fsdp.checkpoint.format.shard_files import SAFETENSORS
 
@@ -108,7 +107,7 @@ def model_outputs(full: FullCheckpoint, path: str, kind: Kind, layout: Layout) -
     if kind is Kind.TORCH:
         content: dict[str, Any] = {"model": dict(full.model)}
         if full.optimizer is not None:
-            content["optimizer"] = optimizer_content(full.optimizer)
+            content["optimizer"] = full.optimizer.to_dict()
         return [TorchOutput(path, content)]
     raise_if(
         [
@@ -139,26 +138,10 @@ def older_files(outputs: Sequence[Output], path: str, kind: Kind) -> list[str]:
     return [path for path in found if path not in new]
 
 
-def optimizer_content(optimizer: OptimizerState) -> dict[str, Any]:
-    """Return an optimizer's state dict with names of parameters in place of their indices.
-
-    FSDP2's ``get_optimizer_state_dict`` has the same form.
-    """
-    return {
-        "state": {
-            name: {what: entry.value for what, entry in state.items()}
-            for name, state in optimizer.states.items()
-        },
-        "param_groups": [
-            {**group.options, "params": list(group.params)} for group in optimizer.groups
-        ],
-    }
-
-
 def dcp_content(full: FullCheckpoint, layout: Layout) -> dict[str, Any]:
     """Return what a program of torch saves: ``{"model": ..., "optim": ...}``, or the names of
     torchtitan."""
-    optim = {} if full.optimizer is None else optimizer_content(full.optimizer)
+    optim = {} if full.optimizer is None else full.optimizer.to_dict()
     if not layout.torchtitan:
         return {"model": dict(full.model), **({"optim": optim} if optim else {})}
     flat = {
@@ -194,7 +177,7 @@ def _described(optimizer: OptimizerState) -> dict[str, Any]:
     """Return groups and values as JSON, and the names of the states that are tensors."""
     record = optimizer.record()
     return {
-        "param_groups": optimizer_content(optimizer)["param_groups"],
+        "param_groups": optimizer.to_dict()["param_groups"],
         "state": {
             name: {
                 "tensors": [w for w, e in state.items() if e.kind is not StateKind.VALUE],
@@ -211,8 +194,12 @@ def _files(
     """Yield one file, or several and their index, with the names of ``huggingface_hub``."""
     groups = list(_grouped(tensors, limit))
     paths = [_path(base, i, len(groups)) for i in range(len(groups))]
+
+    def own(checksums: Checksums) -> dict[str, str]:
+        return {**metadata, "format": "pt", CHECKSUMS: json.dumps(dict(checksums))}
+
     for path, group in zip(paths, groups, strict=True):
-        yield SafetensorsOutput(path, group, partial(_metadata, metadata))
+        yield SafetensorsOutput(path, group, own)
     if len(groups) > 1:
         file_names = {
             name: os.path.basename(path)
@@ -241,10 +228,6 @@ def _path(base: str, index: int, count: int) -> str:
     return f"{base}{part}{SAFETENSORS}"
 
 
-def _metadata(own: Mapping[str, str], checksums: Checksums) -> dict[str, str]:
-    return {**own, "format": "pt", CHECKSUMS: json.dumps(dict(checksums))}
-
-
 # ---------------------------------------------------------------- renaming and casting
 
 
@@ -265,9 +248,13 @@ def parse_rule(text: str) -> Rule:
 
 
 def renamed(plan: MergePlan, rules: Sequence[Rule]) -> MergePlan:
-    """Return the plan with new names, as ``new_names``."""
+    """Return the plan with new names; the first rule whose prefix a name has applies.
+
+    Raises:
+        MismatchError: if two tensors get one name, or a rule fits none.
+    """
     members = [member.name for entry in plan.sharded.values() for member in entry.members]
-    names = new_names([*members, *plan.unsharded.values(), *plan.ties], rules)
+    names = _new_names([*members, *plan.unsharded.values(), *plan.ties], rules)
     return replace(
         plan,
         sharded={
@@ -281,8 +268,7 @@ def renamed(plan: MergePlan, rules: Sequence[Rule]) -> MergePlan:
     )
 
 
-def new_names(old_names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
-    """Return the new name for each old one; the first rule whose prefix a name has applies."""
+def _new_names(old_names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
     names: dict[str, str] = {}
     for name in old_names:
         fitting = (r.new + name.removeprefix(r.old) for r in rules if name.startswith(r.old))
@@ -297,7 +283,8 @@ def new_names(old_names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]
         for name, count in Counter(names.values()).items()
         if count > 1 or not name
     ]
-    raise_if(problems)
+    if problems:
+        raise MismatchError(problems)
     return names
 
 

@@ -122,8 +122,7 @@ def _of_safetensors(path: str) -> dict[str, TensorSource]:
         sound = False
     if not sound:
         raise CheckpointError(f"{path}: its {CHECKSUMS} are no checksums: its header is damaged")
-    tensors = AlikeFile(path, file, header.entries, checksums)
-    return {name: tensors.tensor(name) for name in header.entries}
+    return dict(AlikeFile(path, file, header.entries, checksums))
 
 
 def _of_torch(path: str) -> dict[str, TensorSource]:

@@ -19,10 +19,8 @@ from typing import Any
 
 import torch
 
-from xla_fsdp.checkpoint.convert.model_files import Rule, renamed
+from xla_fsdp.checkpoint.convert.model_files import Rule
 from xla_fsdp.checkpoint.errors import (
-    CheckpointError,
-    MismatchError,
     dtype_name,
     dtype_named,
     listed,
@@ -35,7 +33,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     Zeros,
     part_of,
 )
-from xla_fsdp.checkpoint.format.full_tensors import MergePlan, full_checkpoint
+from xla_fsdp.checkpoint.format.plan import MergePlan, full_checkpoint
 from xla_fsdp.checkpoint.format.records import (
     UNSHARDED,
     GroupRecord,
@@ -46,6 +44,7 @@ from xla_fsdp.checkpoint.format.records import (
     StateEntry,
     StateKind,
     StateRecord,
+    model_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import Shard
 
@@ -79,17 +78,6 @@ class Selection:
     only: Callable[[str], bool] = lambda name: True
     strict: bool = True
     rules: tuple[Rule, ...] = ()
-
-    def plan(self, plan: MergePlan) -> MergePlan:
-        """Return the plan with the names in the model.
-
-        Raises:
-            MismatchError: if two tensors get one name, or a rule fits none.
-        """
-        try:
-            return renamed(plan, self.rules)
-        except CheckpointError as error:
-            raise MismatchError(error.problems) from error
 
 
 EVERYTHING = Selection()
@@ -125,7 +113,7 @@ class SourceCheckpoint:
         self.own = shards[own]
         # Not in the original dtypes of buffers: what loads them holds them as they are saved.
         full = full_checkpoint(replace(plan, dtypes={}), shards, own)
-        self._states = {} if full.optimizer is None else full.optimizer.states
+        self.optimizer = full.optimizer
         self.key_of: dict[str, str] = {}
         self.tensors: dict[str, TensorSource] = {}
         for key in (*plan.sharded, *plan.unsharded):
@@ -158,6 +146,8 @@ class SourceCheckpoint:
 
     def full_states(self, name: str) -> dict[str, TensorSource]:
         """Return the global optimizer states of a parameter that have the parameter's shape."""
+        if self.optimizer is None:
+            return {}
         is_whole, shape = self.key_of[name] in self.plan.unsharded, self.tensors[name].shape
 
         def has_its_shape(value: Any) -> bool:
@@ -166,7 +156,7 @@ class SourceCheckpoint:
 
         return {
             state: entry.value
-            for state, entry in self._states.get(name, {}).items()
+            for state, entry in self.optimizer.states.get(name, {}).items()
             if entry.kind is StateKind.SHARD or has_its_shape(entry.value)
         }
 
@@ -229,7 +219,7 @@ class _Reader:
                 continue
             self.plan.saved_dtypes[record.key] = {source.tensors[name].dtype for name in names}
             if same := source.same_shard(record, metadata):
-                model[record.key] = source.own.state_dict[same]
+                model[record.key] = source.own.content[model_name(same)]
                 continue
             dtype = dtype_named(record.dtype)
             full = [source.tensors[name].cast(dtype) for name in names]
@@ -301,16 +291,11 @@ class _Reader:
     # ------------------------------------------------------------ the optimizer
 
     def read_optimizer(self, target_groups: Sequence[Sequence[str]]) -> None:
-        old = self._source.plan.optimizer
+        old = self._source.optimizer
         if old is None:
             self._problems.append("the checkpoint holds no optimizer state; load without one")
             return
-        group_of = {
-            name: index
-            for index, group in enumerate(old.groups)
-            for key in group.params
-            for name in self._source.plan.names_of(key)
-        }
+        group_of = {name: i for i, group in enumerate(old.groups) for name in group.params}
         used: set[str] = set()
         groups: list[GroupRecord] = []
         states: dict[str, dict[str, StateEntry]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
@@ -22,7 +22,6 @@ from xla_fsdp.checkpoint.convert.reshard import (
 from xla_fsdp.checkpoint.errors import CheckpointError, dtype_name, raise_if
 from xla_fsdp.checkpoint.files.checksum import digest
 from xla_fsdp.checkpoint.files.outputs import (
-    BlockCrcs,
     BytesOutput,
     Checksums,
     FilesJob,
@@ -31,20 +30,24 @@ from xla_fsdp.checkpoint.files.outputs import (
 from xla_fsdp.checkpoint.files.safetensors_file import shard_file_metadata
 from xla_fsdp.checkpoint.files.storage import split_path
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource, full_path
-from xla_fsdp.checkpoint.format.full_tensors import MergePlan
-from xla_fsdp.checkpoint.format.plan import make_plan
+from xla_fsdp.checkpoint.format.plan import MergePlan, make_plan
 from xla_fsdp.checkpoint.format.records import (
-    FileRecord,
-    Marker,
     ParamRecord,
     ShardMetadata,
     StateKind,
     model_name,
-    rank_file_name,
     state_name,
 )
 from xla_fsdp.checkpoint.format.shard_files import Shard, verifying_shards
-from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, find_marker, job_token
+from xla_fsdp.checkpoint.steps.step_directory import (
+    MARKER,
+    Attempt,
+    FileRecord,
+    Marker,
+    find_marker,
+    job_token,
+    rank_file_name,
+)
 from xla_fsdp.distributed.shard_layout import rows_layout, shard_multiple
 
 
@@ -107,16 +110,16 @@ def plan_reshard(
     return FilesJob(outputs, verifiers, make_directories=True, sources=sources, content=told)
 
 
-@dataclass(frozen=True)
+@dataclass
 class MarkerOutput(BytesOutput):
     """The marker of a step, which lists the files of all ranks once they are written."""
 
     files: Sequence[SafetensorsOutput]
     marker: Marker
 
-    def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:
-        headers = {os.path.basename(file.path): file.final_header(crcs) for file in self.files}
-        files = {n: FileRecord(h.file_size, digest(h.to_bytes())) for n, h in headers.items()}
+    def finish(self, temporary: str, crcs: Sequence[Sequence[int]]) -> None:
+        headers = {os.path.basename(file.path): file.final_header for file in self.files}
+        files = {n: FileRecord(h.file_size, digest(h.to_bytes())) for n, h in headers.items() if h}
         Path(temporary).write_bytes(replace(self.marker, files=files).to_bytes())
 
 
@@ -130,11 +133,9 @@ def _rank_output(
     source: SourceCheckpoint, metadata: ShardMetadata, folder: str
 ) -> SafetensorsOutput:
     """Return the file of a rank, of what this rank would load."""
-    old, groups = source.plan, None
-    unsharded = {name: source.tensors[name].shape for name in old.unsharded.values()}
-    if old.optimizer is not None:
-        of_groups = [group.params for group in old.optimizer.groups]
-        groups = [[name for key in keys for name in old.names_of(key)] for keys in of_groups]
+    optimizer = source.optimizer
+    groups = None if optimizer is None else [group.params for group in optimizer.groups]
+    unsharded = {name: source.tensors[name].shape for name in source.plan.unsharded.values()}
     plan = plan_read(source, LoadTarget(metadata, unsharded, groups), EVERYTHING)
     raise_if(plan.problems)
     if plan.optimizer is not None:

@@ -21,7 +21,7 @@ from xla_fsdp.checkpoint.errors import CheckpointError, failing
 from xla_fsdp.checkpoint.files.checksum import BLOCK, combine, crcs_in, whole, whole_of, written
 from xla_fsdp.checkpoint.files.tensor_source import (
     ByteSource,
-    Joined,
+    Composed,
     LazyMapping,
     Part,
     RecentBlocks,
@@ -30,6 +30,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     read_bytes,
     read_chunks,
 )
+from xla_fsdp.checkpoint.format.records import model_name
 
 # Bytes: larger chunks are not faster, smaller ones cost more Python calls. A multiple of ``BLOCK``
 # or, in tests, a divisor of it.
@@ -62,25 +63,15 @@ class CopyTask:
     crc_at: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Bytes ``start`` to ``start + length`` of the source with this index."""
-
-    index: int
-    start: int
-    length: int
-
-
 def copy(
     tasks: Sequence[CopyTask], *, threads: int, progress: Progress = lambda _: None
 ) -> list[list[int]]:
     """Copy tensors into files that exist and have their final length; return the CRC-32 of each
     block of each tensor. ``progress`` is called from several threads."""
 
-    def write(chunk: Chunk, buffer: memoryview) -> None:
-        task = tasks[chunk.index]
-        with failing(task.path):
-            _write(task.path, task.start + chunk.start, buffer)
+    def write(index: int, start: int, buffer: memoryview) -> None:
+        with failing(tasks[index].path):
+            _write(tasks[index].path, tasks[index].start + start, buffer)
 
     return _read_all([task.source.data for task in tasks], write, threads, progress)
 
@@ -89,42 +80,38 @@ def read_crcs(
     sources: Sequence[ByteSource], *, threads: int, progress: Progress = lambda _: None
 ) -> list[list[int]]:
     """Return the CRC-32 of each block of each source."""
-    return _read_all(sources, lambda chunk, buffer: None, threads, progress)
+    return _read_all(sources, lambda index, start, buffer: None, threads, progress)
 
 
 def _read_all(
     sources: Sequence[ByteSource],
-    use: Callable[[Chunk, memoryview], None],
+    use: Callable[[int, int, memoryview], None],
     threads: int,
     progress: Progress,
 ) -> list[list[int]]:
-    """Read every chunk of the sources and hand it to ``use``; return the CRC-32 of each block."""
-    chunks = [
-        Chunk(index, start, min(CHUNK, source.nbytes - start))
-        for index, source in enumerate(sources)
-        for start in range(0, source.nbytes, CHUNK)
-    ]
-    longest = max((chunk.length for chunk in chunks), default=0)
-    own = threading.local()
+    """Read every chunk of the sources and hand it to ``use``, with the index of its source and its
+    first byte; return the CRC-32 of each block."""
+    own, longest = threading.local(), max((source.nbytes for source in sources), default=0)
 
-    def work(chunk: Chunk) -> list[int]:
+    def work(chunk: tuple[int, int]) -> list[tuple[int, int]]:
         # One buffer per thread: to allocate one takes as long as to copy it.
         if not hasattr(own, "buffer"):
-            own.buffer = memoryview(bytearray(longest))
-        buffer = own.buffer[: chunk.length]
-        source, crcs = sources[chunk.index], []
-        for at in range(0, chunk.length, BLOCK):
-            crcs.append(read_with_crc(source, chunk.start + at, buffer[at : at + BLOCK]))
-        use(chunk, buffer)
-        progress(chunk.length)
+            own.buffer = memoryview(bytearray(min(CHUNK, longest)))
+        index, start = chunk
+        buffer, crcs = own.buffer[: sources[index].nbytes - start], []
+        for at in range(0, len(buffer), BLOCK):
+            block = buffer[at : at + BLOCK]
+            crcs.append((read_with_crc(sources[index], start + at, block), len(block)))
+        use(index, start, buffer)
+        progress(len(buffer))
         return crcs
 
+    chunks = [(i, start) for i, s in enumerate(sources) for start in range(0, s.nbytes, CHUNK)]
     parts: list[dict[int, list[tuple[int, int]]]] = [defaultdict(list) for _ in sources]
     with ThreadPoolExecutor(threads) as pool:
-        for chunk, crcs in zip(chunks, pool.map(work, chunks), strict=True):
-            for at, crc in zip(range(0, chunk.length, BLOCK), crcs, strict=True):
-                block = parts[chunk.index][(chunk.start + at) // BLOCK]
-                block.append((crc, min(BLOCK, chunk.length - at)))
+        for (index, start), crcs in zip(chunks, pool.map(work, chunks), strict=True):
+            for number, crc in enumerate(crcs):
+                parts[index][start // BLOCK + number].append(crc)
     return [[combine(block) for block in own.values()] for own in parts]
 
 
@@ -133,22 +120,14 @@ def read_with_crc(source: ByteSource, start: int, buffer: memoryview) -> int:
 
     Bytes that a verifier reads need not be gone through twice.
     """
-    if isinstance(source, Part):
-        return read_with_crc(source.source, source.start + start, buffer)
     if isinstance(source, ChecksumVerifier):
         return source.read_with_crc(start, buffer)
-    if isinstance(source, Joined):
-        end = start + len(buffer)
-        parts = [(p, low, min(stop, end), stop) for p, low, stop in source.parts(start, end)]
-        if len(buffer) >= len(parts) * COMBINED:
+    if isinstance(source, Composed):
+        parts = list(source.parts(start, start + len(buffer)))
+        if len(parts) == 1 or len(buffer) >= len(parts) * COMBINED:
             return combine(
-                (
-                    read_with_crc(
-                        part, low - (stop - part.nbytes), buffer[low - start : high - start]
-                    ),
-                    high - low,
-                )
-                for part, low, high, stop in parts
+                (read_with_crc(part, at, buffer[low - start : high - start]), high - low)
+                for part, at, low, high in parts
             )
     source.read_into(start, buffer)
     return zlib.crc32(buffer)
@@ -288,13 +267,14 @@ class VerifiedBytes:
 
     def _read(self, index: int) -> memoryview:
         """Return a block that is needed in part; the next read often needs the rest of it."""
-        return self._recent.get((self._name, index), lambda: self._read_anew(index))
 
-    def _read_anew(self, index: int) -> bytes:
-        at = index * self._block
-        block = read_bytes(self._data, at, min(self._block, self.nbytes - at))
-        self._verify(index, memoryview(block))
-        return block
+        def read() -> bytes:
+            at = index * self._block
+            block = read_bytes(self._data, at, min(self._block, self.nbytes - at))
+            self._verify(index, memoryview(block))
+            return block
+
+        return self._recent.get((self._name, index), read)
 
     def _verify(self, first: int, data: memoryview) -> None:
         for index, at in enumerate(range(0, len(data), self._block), first):
@@ -315,11 +295,11 @@ def verified(name: str, tensors: Mapping[str, Any], recent: RecentBlocks) -> Map
 
     def make(key: str) -> Any:
         value = tensors[key]
-        if not isinstance(value, TensorSource) or value.checksum is None or not value.spec.nbytes:
+        if not _has_checksum(value):
             return value
-        return replace(value, data=VerifiedBytes(f"{name}: {key}", value, recent))
+        return replace(value, data=VerifiedBytes(_called(name, key), value, recent))
 
-    return LazyMapping({key: key for key in tensors}, make)
+    return LazyMapping(tensors, make)
 
 
 def verifying(
@@ -327,14 +307,22 @@ def verifying(
 ) -> tuple[dict[str, Any], list[ChecksumVerifier]]:
     """Return the same tensors of the file ``name``, and values, reading through verifiers where
     they have a checksum."""
-    verifiers, same = [], {}
-    for key, value in tensors.items():
-        if isinstance(value, TensorSource) and value.checksum is not None and value.spec.nbytes:
-            verifier = ChecksumVerifier(f"{name}: {key}", value)
-            verifiers.append(verifier)
-            value = replace(value, data=verifier)
-        same[key] = value
-    return same, verifiers
+    verifiers = {
+        key: ChecksumVerifier(_called(name, key), value)
+        for key, value in tensors.items()
+        if _has_checksum(value)
+    }
+    same = {key: replace(tensors[key], data=verifier) for key, verifier in verifiers.items()}
+    return {**tensors, **same}, list(verifiers.values())
+
+
+def _has_checksum(value: Any) -> bool:
+    return isinstance(value, TensorSource) and value.checksum is not None and value.spec.nbytes > 0
+
+
+def _called(file: str, name: str) -> str:
+    """Return what messages call a tensor."""
+    return f"{file}: {name.removeprefix(model_name(''))}"
 
 
 def find_damage(verifiers: Iterable[Verifier], *, unread: bool = False) -> list[str]:

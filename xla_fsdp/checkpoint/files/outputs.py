@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 from xla_fsdp.checkpoint.errors import CheckpointError, collecting, failing, raise_if
@@ -49,8 +50,6 @@ MIXED = (
 )
 
 Checksums = Mapping[str, str]
-BlockCrcs = Mapping[int, Sequence[int]]
-"""Offset in a file of each tensor that is not empty, to the CRC-32 of each of its blocks."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,12 @@ class Output(ABC):
         """Return a line if there is something at the path that must never be replaced."""
         return []
 
-    def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:  # noqa: B027
-        """Write checksums into the complete file, from those of the tensors of every output, by
-        its path."""
+    def finish(self, temporary: str, crcs: Sequence[Sequence[int]]) -> None:  # noqa: B027
+        """Write checksums into the complete file, given the CRC-32 of each block of each of the
+        tensors that ``begin`` returned. The outputs before this one are finished."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SafetensorsOutput(Output):
     """A safetensors file.
 
@@ -109,6 +108,7 @@ class SafetensorsOutput(Output):
     path: str
     tensors: Mapping[str, TensorSource]
     metadata: Callable[[Checksums], Mapping[str, str]]
+    final_header: Header | None = field(default=None, init=False)  # once it is finished
 
     def header(self, checksums: Checksums | None = None) -> Header:
         """Return the file's header; without checksums, one with zeros in their place."""
@@ -129,18 +129,11 @@ class SafetensorsOutput(Output):
             for name, entry in header.entries.items()
         ]
 
-    def final_header(self, crcs: Mapping[str, BlockCrcs]) -> Header:
-        """Return the header with the checksums of the tensors; arguments as of ``finish``."""
-        own = crcs.get(self.path, {})
-        checksums = {
-            name: written(*(own[entry.start] if entry.spec.nbytes else ()))
-            for name, entry in self.header().entries.items()
-        }
-        return self.header(checksums)
-
-    def finish(self, temporary: str, crcs: Mapping[str, BlockCrcs]) -> None:
+    def finish(self, temporary: str, crcs: Sequence[Sequence[int]]) -> None:
+        names = zip(self.header().entries, crcs, strict=True)
+        self.final_header = self.header({name: written(*own) for name, own in names})
         with open(temporary, "r+b") as file:
-            file.write(self.final_header(crcs).to_bytes())
+            file.write(self.final_header.to_bytes())
 
 
 @dataclass(frozen=True)
@@ -160,7 +153,7 @@ class TorchOutput(Output):
         return write_skeleton(self.content, temporary)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BytesOutput(Output):
     path: str
     content: bytes
@@ -185,19 +178,16 @@ def write_outputs(
     with AtomicFiles(overwrite=options.overwrite, verify=options.verify) as files:
         for folder in {os.path.dirname(output.path) for output in outputs}:
             remove_abandoned(folder)
-        begun = [
-            (output, files.add(output.path, directory=output.is_directory)) for output in outputs
-        ]
-        tasks: list[CopyTask] = []
+        begun = [(output, files.add(output.path)) for output in outputs]
+        tasks: list[list[CopyTask]] = []
         for output, temporary in begun:
             with failing(output.path):
-                tasks += output.begin(temporary)
+                tasks.append(output.begin(temporary))
         with _final_names(begun):
-            copied = _copy(tasks, options, verifiers)
-        crcs = {output.path: copied.get(temporary, {}) for output, temporary in begun}
-        for output, temporary in begun:
+            crcs = iter(_copy(list(chain(*tasks)), options, verifiers))
+        for (output, temporary), own in zip(begun, tasks, strict=True):
             with failing(output.path):
-                output.finish(temporary, crcs)
+                output.finish(temporary, list(islice(crcs, len(own))))
         files.commit()
 
 
@@ -250,18 +240,15 @@ def find_shard_files(paths: Sequence[str], sources: Sequence[str]) -> list[str]:
 
 def _copy(
     tasks: Sequence[CopyTask], options: WriteOptions, verifiers: Sequence[Verifier]
-) -> dict[str, dict[int, list[int]]]:
-    """Copy all tensors; return the CRC-32 of each block by path and offset."""
+) -> list[list[int]]:
+    """Copy all tensors; return the CRC-32 of each block of each."""
     threads = options.threads or default_threads()
     crcs = copy(tasks, threads=threads, progress=options.progress)
     raise_if(find_damage(verifiers, unread=options.verify))
     if options.verify:
         _verify(tasks, crcs, threads)
     write_crcs(tasks, crcs)
-    by_file: dict[str, dict[int, list[int]]] = {}
-    for task, own in zip(tasks, crcs, strict=True):
-        by_file.setdefault(task.path, {})[task.start] = own
-    return by_file
+    return crcs
 
 
 def _verify(tasks: Sequence[CopyTask], crcs: Sequence[Sequence[int]], threads: int) -> None:

@@ -13,13 +13,12 @@ import re
 import secrets
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import chain, islice
 from threading import Semaphore
 from typing import Any
 
@@ -127,12 +126,10 @@ class RemoteStorage:
             warnings.filterwarnings("ignore", "Sending a large body directly", ResourceWarning)
 
     def names(self, folder: str = "") -> list[str]:
-        names = (each["name"].rstrip("/").rpartition("/")[2] for each in self._list(folder))
-        return sorted(name for name in names if name and not name.startswith("."))
+        return sorted(name for name, _ in self._list(folder) if not name.startswith("."))
 
     def sizes(self, folder: str) -> dict[str, int]:
-        listed = (each for each in self._list(folder) if each["type"] == "file")
-        return {each["name"].rpartition("/")[2]: each["size"] for each in listed}
+        return {name: e["size"] for name, e in self._list(folder) if e["type"] == "file"}
 
     def tree(self) -> dict[str, dict[str, int]]:
         find = partial(self._fs.find, self._root, maxdepth=2, detail=True)
@@ -193,32 +190,22 @@ class RemoteStorage:
         return self.find(name) == data
 
     def delete(self, name: str) -> None:
-        path = self._path(name)
-
-        def remove() -> None:
-            if not self._is_link(path.rpartition("/")[0]):
-                self._fs.rm_file(path)
-
+        remove = partial(self._fs.rm_file, self._path(name))
         self._ask(name, "could not be removed", remove, missing=None)
 
-    def delete_folder(self, folder: str) -> None:
+    def delete_folder(self, folder: str, first: str) -> None:
         path = self._path(folder)
 
         def remove() -> None:
-            if self._is_link(path):
+            found = {} if self._has_objects else self._fs.info(path)
+            if found.get("type") == "link" or found.get("islink"):
                 self._fs.rm_file(path)
-            else:
-                self._fs.rm(path, recursive=True)
+                return
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(f"{path}/{first}")
+            self._fs.rm(path, recursive=True)
 
         self._ask(folder, "could not be removed", remove, missing=None)
-
-    def _is_link(self, path: str) -> bool:
-        """Return whether a folder below this one is a link, as in file systems other than object
-        stores: what is in there may be somebody else's."""
-        if self._has_objects or path == self._root:
-            return False
-        found = self._fs.info(path)
-        return found["type"] == "link" or bool(found.get("islink"))
 
     def sweep(self, folder: str) -> None:
         """Nothing: a store has no locks. ``delete_folder`` deletes what is hidden, too."""
@@ -250,11 +237,13 @@ class RemoteStorage:
                     raise
         return missing["missing"]
 
-    def _list(self, folder: str) -> list[dict[str, Any]]:
+    def _list(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name of what is in a folder, and what fsspec says of it."""
         path = self._path(folder)
         ask = partial(self._fs.ls, path, detail=True)
-        listed = self._ask(folder, "cannot be listed", ask, missing=[])
-        return [each for each in listed if each["name"].strip("/") != path.strip("/")]
+        for each in self._ask(folder, "cannot be listed", ask, missing=[]):
+            if each["name"].strip("/") != path.strip("/"):
+                yield each["name"].rstrip("/").rpartition("/")[2], each
 
     def _small(self, name: str) -> Any:
         path = self._path(name)
@@ -301,53 +290,39 @@ class RemoteStorage:
         """Write parts at the same time, as objects of their own, and let the store join them."""
         folder, _, base = path.rpartition("/")
         hidden = f"{folder}/.{base}.{secrets.token_hex(4)}"
-        written: list[str] = []
+        parts, written = _parts(chunks), list[str]()
+        first, second = next(parts, b""), next(parts, None)
+        if second is None:
+            self._pipe(path, first)
+            return
+        parts = chain((first, second), parts)
+        del first, second  # or they would be in memory until the end
         try:
             with ThreadPoolExecutor(TOGETHER) as pool:
-                self._write_all(pool, hidden, _parts(chunks), path, written)
+                while batch := list(islice(parts, TOGETHER)):
+                    names = [f"{hidden}.{len(written) + i:05d}" for i in range(len(batch))]
+                    written += names
+                    list(pool.map(self._pipe, names, batch))
+                    batch.clear()
             self._join(path, hidden, written)
         finally:
             for part in written:
                 with suppress(Exception):  # a part that stays does no harm
                     self._patience.repeat(partial(self._fs.rm_file, part))
 
-    def _write_all(
-        self,
-        pool: ThreadPoolExecutor,
-        hidden: str,
-        parts: Iterator[bytes],
-        path: str,
-        written: list[str],
-    ) -> None:
-        first, second = next(parts, b""), next(parts, None)
-        if second is None:
-            self._patience.repeat(lambda: self._fs.pipe_file(path, first))
-            return
-        running: deque[Future[None]] = deque()
-        for number, part in enumerate(chain((first, second), parts)):
-            written.append(f"{hidden}.{number:05d}")
-            if len(running) == TOGETHER:
-                running.popleft().result()
-            write = partial(self._fs.pipe_file, written[-1], part)
-            running.append(pool.submit(self._patience.repeat, write))
-            del part, write  # or it would be in memory until the next one is complete
-        for each in running:
-            each.result()
+    def _pipe(self, path: str, data: bytes) -> None:
+        self._patience.repeat(lambda: self._fs.pipe_file(path, data))
 
     def _join(self, path: str, hidden: str, written: list[str]) -> None:
         """Join the parts, ``COMPOSED`` at a time."""
-        joined = list(written)
-        for level in count():
-            groups = [joined[at : at + COMPOSED] for at in range(0, len(joined), COMPOSED)]
-            if not groups:
-                return
-            last = len(groups) == 1
-            joined = [path] if last else [f"{hidden}-{level}.{n:05d}" for n in range(len(groups))]
-            written += [] if last else joined
-            for target, group in zip(joined, groups, strict=True):
+        parts = list(written)
+        while len(parts) > COMPOSED:
+            groups = [parts[at : at + COMPOSED] for at in range(0, len(parts), COMPOSED)]
+            parts = [f"{hidden}.{len(written) + i:05d}" for i in range(len(groups))]
+            written += parts
+            for target, group in zip(parts, groups, strict=True):
                 self._patience.repeat(partial(self._fs.merge, target, group))
-            if last:
-                return
+        self._patience.repeat(lambda: self._fs.merge(path, parts))
 
     def _refuse_misread_names(self) -> None:
         # What is written there is not found again, or something else is.
@@ -413,9 +388,6 @@ class RemoteFile:
                 part[:] = self._ask(start + at, start + at + len(part))
 
         starts = range(0, len(buffer), PART)
-        if len(starts) == 1:
-            read(0)
-            return
         with ThreadPoolExecutor(min(TOGETHER, len(starts))) as pool:
             for _ in pool.map(read, starts):
                 pass

@@ -8,19 +8,14 @@ uploaded.
 from __future__ import annotations
 
 import fcntl
-import io
 import os
-import re
 import secrets
 import shutil
-import stat
 import tempfile
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from glob import escape, glob
 from pathlib import Path
-from typing import BinaryIO
 from weakref import finalize
 
 from xla_fsdp.checkpoint.errors import CheckpointError, failing
@@ -36,7 +31,6 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     same_bytes,
 )
 
-SPECIAL = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 ABSENT = (FileNotFoundError, NotADirectoryError)  # there is no such folder
 EXISTS = "exists already; remove it, choose another save_path, or overwrite it (--overwrite)"
 
@@ -139,9 +133,8 @@ class LocalStorage:
         path = str(self._root / name)
         with AtomicFiles(overwrite=True) as files:
             temporary = files.add(path)
-            with failing(path), open(temporary, "wb", buffering=0) as file:
-                for chunk in chunks:
-                    _write(file, chunk)
+            with failing(path), open(temporary, "wb") as file:
+                file.writelines(chunks)
             files.commit()
 
     def put(self, name: str, data: bytes) -> None:
@@ -154,60 +147,47 @@ class LocalStorage:
         Of several callers one succeeds; on a remote file system, if that has such a request.
         """
         path = self._root / name
-        with failing(path), suppress(FileExistsError):
+        with failing(path):
             make_folder(path.parent)
-            with open(path, "xb", buffering=0) as file:
-                try:
-                    _write(file, data)
-                except OSError:
-                    _remove(str(path))
-                    with suppress(OSError):  # other ranks may have put files there
-                        path.parent.rmdir()
-                    raise
-            return True
-        return False
+            try:
+                with open(path, "xb") as file:
+                    file.write(data)
+            except FileExistsError:
+                return False
+            except OSError:
+                _remove(str(path))
+                with suppress(OSError):  # other ranks may have put files there
+                    path.parent.rmdir()
+                raise
+        return True
 
     def delete(self, name: str) -> None:
-        """Delete a file, durably, if it exists; nothing if its folder is a link, or mounted."""
+        """Delete a file or a link, durably, if it exists."""
         path = self._root / name
-        if self._is_elsewhere(path.parent):
-            return
         with failing(path, "could not be removed"), suppress(FileNotFoundError):
             os.unlink(path)
             _sync_folder(path.parent)
 
-    def delete_folder(self, folder: str) -> None:
-        """Delete a folder and its content, if it exists; of a link, only the link. A folder with a
-        mount is left, and an error."""
+    def delete_folder(self, folder: str, first: str) -> None:
+        """Delete a folder, if it exists, and of its content the file ``first`` before all else; of
+        a link, only the link. A folder with a mount is left, and an error."""
         path = self._root / folder
         if path.is_symlink():
             self.delete(folder)
-            return
-        if self._is_elsewhere(path.parent):
             return
         inside = (os.path.join(above, each) for above, names, _ in os.walk(path) for each in names)
         if mounted := [each for each in (str(path), *inside) if os.path.ismount(each)]:
             raise CheckpointError(
                 f"{path}: could not be removed: what is mounted at {mounted[0]} is not this run's"
             )
+        self.delete(f"{folder}/{first}")
         with failing(path, "could not be removed"), suppress(FileNotFoundError):
             shutil.rmtree(path)
 
     def sweep(self, folder: str) -> None:
         """Delete what killed processes have left in a folder under hidden names, if it can be told
         that they do not live any more."""
-        path = self._root / folder
-        if not self._is_elsewhere(path):
-            remove_abandoned(str(path))
-
-    def _is_elsewhere(self, folder: Path) -> bool:
-        """Return whether a folder below this directory is reached through a link or a mount, so
-        that what is in there may be somebody else's."""
-        while folder != self._root:
-            if folder.is_symlink() or os.path.ismount(folder):
-                return True
-            folder = folder.parent
-        return False
+        remove_abandoned(str(self._root / folder))
 
     def lasting_problems(self, check: Callable[[], list[str]]) -> list[str]:
         """Return the problems that ``check`` finds in a listing.
@@ -238,31 +218,21 @@ class AtomicFiles:
     def __init__(self, *, overwrite: bool, verify: bool = False) -> None:
         self._overwrite, self._verify = overwrite, verify
         self._temporary: dict[str, str] = {}  # by final path, in the order of the commit
-        self._folders: list[Path] = []
-        self._staging: Staging | None = None
-        self._token = f"{secrets.token_hex(4)}.xla_fsdp"
-        self._lock: int | None = None
+        self._made: list[Path] = []
+        self._staging: dict[str | None, Staging] = {}  # by the folder that it is in
 
-    def add(self, path: str, *, directory: bool = False) -> str:
-        """Return the path of a new and empty temporary file for ``path``, or of a directory; create
-        the directory that it is in.
+    def add(self, path: str) -> str:
+        """Return the path at which to make the file or directory for ``path``; create the
+        directory that it will be in.
 
-        The temporary name is in the same directory, and hidden, so that no pattern matches it; for
-        a URL it is in a temporary directory on this machine, from which ``commit`` uploads it.
+        For a URL it is on this machine, from which ``commit`` uploads it.
         """
-        folder, name = os.path.split(path)
-        if is_url(path):
-            self._staging = self._staging or Staging()
-            within = f"{len(self._temporary)}-{name}"
-            self._temporary[path] = os.path.join(self._staging.path, within)
-            return self._temporary[path]
-        with failing(folder):
-            self._folders += make_folder(Path(folder))
-        temporary = os.path.join(folder, f".{name}.{self._token}.tmp")
-        self._temporary[path] = temporary
+        folder, name = (None if is_url(path) else os.path.dirname(path)), os.path.basename(path)
         with failing(path):
-            self._lock = _locked(temporary, folder=directory, before=self._lock)
-        return temporary
+            self._made += [] if folder is None else make_folder(Path(folder))
+            staging = self._staging[folder] = self._staging.get(folder) or Staging(folder)
+        self._temporary[path] = os.path.join(staging.path, f"{len(self._temporary)}-{name}")
+        return self._temporary[path]
 
     def commit(self) -> None:
         """Sync all files and give them their final names, in the order in which they were added.
@@ -279,7 +249,7 @@ class AtomicFiles:
                     for name in os.listdir(temporary) if os.path.isdir(temporary) else ():
                         sync(os.path.join(temporary, name))
                     sync(temporary)
-        for path, temporary in list(self._temporary.items()):
+        for path, temporary in self._temporary.items():
             if is_url(path):
                 upload(temporary, path, verify=self._verify)
                 _remove(temporary)
@@ -287,102 +257,71 @@ class AtomicFiles:
                 with failing(path):
                     _replace(temporary, path)
                 _sync_folder(Path(path).parent)
-            del self._temporary[path]
-        self._folders.clear()
+        self._made.clear()
 
     def __enter__(self) -> AtomicFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for temporary in self._temporary.values():
-            _remove(temporary)
-        if self._staging is not None:
-            self._staging.remove()
-        if self._lock is not None:
-            os.close(self._lock)
-        for folder in reversed(self._folders):
+        for staging in self._staging.values():
+            staging.remove()
+        for folder in reversed(self._made):
             with suppress(OSError):  # another process may have put files there
                 folder.rmdir()
 
 
 class Staging:
-    """A folder on this machine for copies of remote files, which goes with this object or by
-    ``remove``; those of processes that were killed go when the next one is made."""
+    """A folder for files that are not complete, hidden in another one, which goes with this object
+    or by ``remove``; that of a killed process by ``remove_abandoned``, as nobody locks it then.
 
-    def __init__(self) -> None:
-        above = tempfile.gettempdir()
-        remove_abandoned(above)
-        self.path = os.path.join(above, f".staging.{secrets.token_hex(4)}.xla_fsdp.tmp")
-        with failing(self.path):
-            lock = _locked(self.path, folder=True, before=None)
-            os.chmod(self.path, 0o700)
-        self.remove = finalize(self, _release, self.path, lock)
+    Args:
+        above: folder that it is in; None for that of temporary files of this machine.
+    """
+
+    def __init__(self, above: str | None = None) -> None:
+        if above is None:
+            above = tempfile.gettempdir()
+            remove_abandoned(above)
+        lock = None
+        while lock is None:
+            self.path = os.path.join(above, f".{secrets.token_hex(8)}.xla_fsdp.tmp")
+            os.mkdir(self.path, 0o700)
+            lock = _locked(self.path)
+        self.remove = finalize(self, _release, self.path, lock, os.getpid())
 
 
-def _release(folder: str, lock: int | None) -> None:
-    _remove(folder)
-    if lock is not None:
+def _locked(folder: str) -> int | None:
+    """Lock a new folder, if the file system can; return the descriptor, or None if another process
+    has taken it for an abandoned one meanwhile."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    if os.path.isdir(folder):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _release(folder: str, lock: int, process: int) -> None:
+    if os.getpid() == process:  # and not a fork of it, which ends
+        _remove(folder)
         os.close(lock)
 
 
-_TEMPORARY = re.compile(r"\..*\.([0-9a-f]{8})\.xla_fsdp\.tmp(?:\.old|(\.new))?")
-_UNLOCKED = 60.0  # seconds after which a file that is not locked yet never will be
-
-
 def remove_abandoned(folder: str) -> None:
-    """Delete the temporary files in a folder whose process has ended without doing so.
-
-    The last file that a living ``AtomicFiles`` made is locked, which no kill can leave behind.
-    Where the file system has no locks, nothing is deleted.
-    """
-    found: dict[str, list[str]] = defaultdict(list)
-    with suppress(OSError):
-        for name in os.listdir(folder):
-            match, path = _TEMPORARY.fullmatch(name), os.path.join(folder, name)
-            if match and (not match[2] or time.time() - os.lstat(path).st_mtime > _UNLOCKED):
-                found[match[1]].append(path)
-    for paths in found.values():
-        if not any(map(_is_locked, paths)):
-            for path in paths:
+    """Delete what killed processes have left in a folder; nothing if the file system has no
+    locks."""
+    for path in glob(os.path.join(escape(folder), ".*.xla_fsdp.tmp*")):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove(path)
-
-
-def _locked(path: str, *, folder: bool, before: int | None) -> int | None:
-    """Make an empty file or folder that is locked from the beginning; release the lock before.
-
-    Returns:
-        The descriptor that holds the lock; None if the file system has none.
-    """
-    new = f"{path}.new"
-    if folder:
-        os.mkdir(new)
-    flags = os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
-    descriptor = os.open(new, flags, 0o666)
-    held: int | None = descriptor
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        held = None
-    os.rename(new, path)
-    if before is not None:
-        os.close(before)
-    return held
-
-
-def _is_locked(path: str) -> bool:
-    """Return whether a process has locked a file, or whether that cannot be known."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+            finally:
+                os.close(descriptor)
 
 
 def exists(path: str) -> bool:
@@ -396,15 +335,12 @@ def exists(path: str) -> bool:
 def find_special(path: str) -> list[str]:
     """Return a line if there is something at a local path that is neither file nor directory: it is
     never replaced."""
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:
+    if os.path.islink(path):
+        what = "a symbolic link"
+    elif not os.path.exists(path) or os.path.isfile(path) or os.path.isdir(path):
         return []
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        return []
-    what = SPECIAL.get(stat.S_IFMT(mode), "a device")
-    if stat.S_ISLNK(mode):
-        what = f"a symbolic link to {os.readlink(path)}"
+    else:
+        what = "a device or a pipe"
     return [f"{path}: is {what}, which is never replaced; choose another save_path"]
 
 
@@ -432,13 +368,6 @@ def fetch(url: str, folder: str) -> str:
     with failing(path), open(path, "wb") as file:
         file.writelines(read_chunks(source))
     return path
-
-
-def _write(file: BinaryIO | io.FileIO, data: Buffer) -> None:
-    """Write all of ``data``: a disk that is about to be full takes a part, and then fails."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 def make_folder(path: Path) -> list[Path]:

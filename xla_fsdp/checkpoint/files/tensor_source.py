@@ -186,26 +186,28 @@ def convert_tensors(content: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 class LazyMapping(Mapping[str, Any]):
-    """Values by key, each made of what ``of`` has when it is asked for."""
+    """Values by key, each made when it is asked for; the keys are in a dict or the like."""
 
-    def __init__(self, of: Mapping[str, T], make: Callable[[T], Any]) -> None:
-        self._of, self._make = of, make
+    def __init__(self, keys: Mapping[str, Any], make: Callable[[str], Any]) -> None:
+        self._keys, self._make = keys, make
 
     def __getitem__(self, key: str) -> Any:
-        return self._make(self._of[key])
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._make(key)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._of
+        return key in self._keys
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._of)
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._keys)
 
 
 class LazySequence(Sequence[Any]):
-    """The same in an order."""
+    """Values in an order, each made of what ``of`` has when it is asked for."""
 
     def __init__(self, of: Sequence[T], make: Callable[[T], Any]) -> None:
         self._of, self._make = of, make
@@ -328,7 +330,22 @@ class TensorBytes:
         buffer[:] = data[start : start + len(buffer)]
 
 
-class Part:
+class Composed:
+    """A source of bytes of others."""
+
+    nbytes: int
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int, int]]:
+        """Divide bytes ``start`` to ``stop`` by the sources that they are of: yield each, the
+        place in it, and the first and the last place in this one."""
+        raise NotImplementedError
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        for source, at, low, high in self.parts(start, start + len(buffer)):
+            source.read_into(at, buffer[low - start : high - start])
+
+
+class Part(Composed):
     """A range of another source's bytes."""
 
     def __init__(self, source: ByteSource, start: int, nbytes: int) -> None:
@@ -336,8 +353,8 @@ class Part:
             raise ValueError(f"bytes {start} to {start + nbytes} are not in {source.nbytes}")
         self.source, self.start, self.nbytes = source, start, nbytes
 
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        self.source.read_into(self.start + start, buffer)
+    def parts(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int, int]]:
+        yield self.source, self.start + start, start, stop
 
 
 class Zeros:
@@ -350,7 +367,7 @@ class Zeros:
         buffer[:] = bytes(len(buffer))
 
 
-class Joined:
+class Joined(Composed):
     """Several sources concatenated."""
 
     def __init__(self, parts: Iterable[ByteSource]) -> None:
@@ -358,35 +375,27 @@ class Joined:
         self._stops = list(accumulate(part.nbytes for part in self._parts))
         self.nbytes = self._stops[-1] if self._stops else 0
 
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        end = start + len(buffer)
-        for part, low, stop in self.parts(start, end):
-            high = min(stop, end)
-            part.read_into(low - (stop - part.nbytes), buffer[low - start : high - start])
-
-    def parts(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
-        """Yield the parts that bytes ``start`` to ``stop`` are in, with the first of these bytes
-        and with the end of the part."""
+    def parts(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int, int]]:
         index = bisect_right(self._stops, start)
         while start < stop:
-            yield self._parts[index], start, self._stops[index]
-            start = self._stops[index]
+            part, end = self._parts[index], self._stops[index]
+            yield part, start - (end - part.nbytes), start, min(end, stop)
+            start = end
             index += 1
 
 
-class JoinedShards(Joined):
+class JoinedShards(Composed):
     """Tensors of ``width`` bytes each, one after the other; each is asked for when it is read."""
 
     def __init__(self, shards: Sequence[TensorSource], width: int) -> None:
         self._shards, self._width = shards, width
         self.nbytes = width * len(shards)
 
-    def parts(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
-        """As of ``Joined``."""
+    def parts(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int, int]]:
         while start < stop:
-            shard = start // self._width
-            end = (shard + 1) * self._width
-            yield self._shards[shard].data, start, end
+            shard, at = divmod(start, self._width)
+            end = min(start - at + self._width, stop)
+            yield self._shards[shard].data, at, start, end
             start = end
 
 
@@ -417,15 +426,10 @@ class Piece(NamedTuple):
 
 def pieces(source: ByteSource, start: int, stop: int) -> Iterator[Piece]:
     """Divide bytes ``start`` to ``stop`` of a source by the files that they are read from."""
-    if isinstance(source, Part):
-        first = source.start
-        for piece in pieces(source.source, first + start, first + stop):
-            yield piece._replace(start=piece.start - first, stop=piece.stop - first)
-    elif isinstance(source, Joined):
-        for part, low, high in source.parts(start, stop):
-            base = high - part.nbytes
-            for piece in pieces(part, low - base, min(stop, high) - base):
-                yield piece._replace(start=piece.start + base, stop=piece.stop + base)
+    if isinstance(source, Composed):
+        for part, at, low, high in source.parts(start, stop):
+            for piece in pieces(part, at, at + high - low):
+                yield piece._replace(start=piece.start - at + low, stop=piece.stop - at + low)
     elif isinstance(source, Cast):
         old, new = source._old.itemsize, source._new.itemsize
         for piece in pieces(source._source, start // new * old, stop // new * old):

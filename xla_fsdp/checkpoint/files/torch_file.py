@@ -17,12 +17,11 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.serialization import MAGIC_NUMBER, skip_data
@@ -87,11 +86,13 @@ _KNOWN = re.compile(
 
 @dataclass(frozen=True)
 class Record:
-    """A file in the zip archive: offset of its first byte, size, and CRC-32 (0 if not written)."""
+    """A file in the zip archive: the offset of its first byte, its size, its CRC-32 (0 if not
+    written), and the offset of that in the directory."""
 
     start: int
     nbytes: int
     crc: int
+    crc_at: int
 
 
 def read_torch_file(path: str) -> Any:
@@ -142,23 +143,32 @@ class Bytes:
 def _from_archive(file: BinaryIO, source: LocalFile | Bytes) -> Any:
     with zipfile.ZipFile(file) as archive:
         records = read_records(archive, source.nbytes)
-        names = [name for name in records if name.endswith("/data.pkl")]
-        if len(names) != 1:
-            raise CheckpointError(UNREADABLE)
-        folder = names[0].removesuffix("data.pkl")
-        order = f"{folder}byteorder"
-        if order in records and _content(archive, source, records, order) != b"little":
-            raise CheckpointError("was saved by a big-endian machine, which is not read")
-        data = _content(archive, source, records, names[0])
+    names = [name for name in records if name.endswith("/data.pkl")]
+    if len(names) != 1:
+        raise CheckpointError(UNREADABLE)
+    folder = names[0].removesuffix("data.pkl")
+    order = records.get(f"{folder}byteorder")
+    if order is not None and _content(source, order) != b"little":
+        raise CheckpointError("was saved by a big-endian machine, which is not read")
+    data = _content(source, records[names[0]])
 
-    def storage(stored: _Storage) -> tuple[ByteSource, Record]:
-        record = records.get(f"{folder}data/{stored.key}")
+    def storage(persistent_id: Any) -> _Storage:
+        key, dtype = _key_and_dtype(persistent_id)
+        record = records.get(f"{folder}data/{key}")
         if record is None:
-            raise CheckpointError(f"truncated: it has no record {shown(stored.key)}")
-        return Part(source, record.start, record.nbytes), record
+            raise CheckpointError(f"truncated: it has no record {shown(key)}")
+        return _Storage(source, record, dtype)
 
-    value = read_pickle(io.BytesIO(data), is_known, _storage_of, ADVICE)
-    return _Converter(source.path, storage).content(value, len(data))
+    def convert(value: Any) -> Any:
+        if not (isinstance(value, Object) and _TENSOR.fullmatch(value.name)):
+            return _other_value(value)
+        if id(value) not in tensors:
+            tensors[id(value)] = _tensor(value)
+        return tensors[id(value)]
+
+    tensors: dict[int, TensorSource] = {}  # by id of the object in the pickle
+    value = read_pickle(io.BytesIO(data), is_known, storage, ADVICE)
+    return convert_plain(value, len(data), convert)
 
 
 def read_records(archive: zipfile.ZipFile, file_size: int) -> dict[str, Record]:
@@ -166,88 +176,82 @@ def read_records(archive: zipfile.ZipFile, file_size: int) -> dict[str, Record]:
     infos = archive.infolist()
     if any(i.compress_type != zipfile.ZIP_STORED or i.flag_bits & 1 for i in infos):
         raise CheckpointError("refused: its records are compressed, as torch.save never does")
-    file = archive.fp
+    # By section 4.3 of https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+    fields, at = [], archive.start_dir
+    for info in infos:
+        fields.append(at + 16)
+        name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+        at += 46 + len(name) + len(info.extra) + len(info.comment)
+    file: Any = archive.fp
     records: dict[str, Record] = {}
     end = 0
-    for info in sorted(infos, key=lambda each: each.header_offset):
-        start = _data_start(file, info)
+    for info, field in sorted(zip(infos, fields, strict=True), key=lambda e: e[0].header_offset):
+        file.seek(info.header_offset)
+        header = file.read(_LOCAL_HEADER.size)
+        start = info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
         sound = info.header_offset >= end and info.filename not in records
         end = start + info.file_size
         if not sound or info.file_size != info.compress_size or end > file_size:
             raise CheckpointError(UNREADABLE)
-        records[info.filename] = Record(start, info.file_size, info.CRC)
+        records[info.filename] = Record(start, info.file_size, info.CRC, field)
     return records
 
 
-def _data_start(file: Any, info: zipfile.ZipInfo) -> int:
-    file.seek(info.header_offset)
-    header = file.read(_LOCAL_HEADER.size)
-    return info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
-
-
-def _crc_fields(archive: zipfile.ZipFile) -> list[int]:
-    """Return the offset of the CRC-32 of each record in the central directory."""
-    # By section 4.3 of https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
-    fields, at = [], archive.start_dir
-    for info in archive.infolist():
-        fields.append(at + 16)
-        name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
-        at += 46 + len(name) + len(info.extra) + len(info.comment)
-    return fields
-
-
-def _content(
-    archive: zipfile.ZipFile, source: ByteSource, records: Mapping[str, Record], name: str
-) -> bytes:
-    record = records[name]
-    # zipfile verifies the CRC-32, but 0 means that torch.save did not compute one.
-    return archive.read(name) if record.crc else read_bytes(source, record.start, record.nbytes)
-
-
-SMALL_ARCHIVE = 1 << 26  # bytes of archives that are compared: a larger one has larger tensors
+def _content(source: ByteSource, record: Record) -> bytes:
+    data = read_bytes(source, record.start, record.nbytes)
+    if record.crc not in (0, zlib.crc32(data)):  # 0 if torch.save did not compute one
+        raise CheckpointError(UNREADABLE)
+    return data
 
 
 class Archive:
-    """An archive with which others are compared that were written alike, by another rank.
+    """The description of an archive (its pickle and its directory), with which those of others are
+    compared that were written alike, by another rank.
 
     Args:
         path: of a file that ``read_torch_file`` has read.
         rank: pattern that is once in its pickle; the group is the byte with the rank.
 
     Raises:
-        Exception: of any kind, if it is no such archive.
+        ValueError: if it is no such archive.
     """
 
     def __init__(self, path: str, rank: re.Pattern[bytes]) -> None:
         with zipfile.ZipFile(path) as archive:
-            infos, directory = archive.infolist(), archive.start_dir
-            file: Any = archive.fp
-            self.starts = [_data_start(file, info) for info in infos]
-            fields = np.array(_crc_fields(archive))[:, None]
-        self._file = np.fromfile(path, np.uint8)
-        [self._index] = [i for i, info in enumerate(infos) if info.filename.endswith("/data.pkl")]
-        start = self.starts[self._index]
-        self._pickle = slice(start, start + infos[self._index].file_size)
-        [match] = rank.finditer(self._file[self._pickle].tobytes())
-        self._rank_at = start + match.start(1)
-        self._crcs = fields + np.arange(4)  # the places of their bytes
-        # An equal directory has the records at the same offsets. Torch takes the name of the folder
-        # that all records are in, 30 bytes after the CRC-32, from that of the file.
-        folder = fields + 30 + np.arange(len(infos[0].filename.partition("/")[0]))
-        self._fixed = np.zeros(len(self._file), bool)
-        self._fixed[directory:] = self._fixed[self._pickle] = True
-        self._fixed[self._crcs] = self._fixed[folder] = self._fixed[self._rank_at] = False
+            self._nbytes, directory = os.path.getsize(path), archive.start_dir
+            records = read_records(archive, self._nbytes)
+        [name] = [name for name in records if name.endswith("/data.pkl")]
+        self._pickle, self._rank = records[name], rank
+        self._directory = directory, self._nbytes - directory
+        self._crcs = {each.start: each.crc_at - directory for each in records.values()}
+        self._folder = len(name.partition("/")[0])
+        self._fixed = self._divided(LocalFile(path))[0]
 
-    def twin(self, path: str) -> tuple[int, np.ndarray] | None:
-        """Return the rank in another archive, and the CRC-32s of its records in the order of
-        ``starts``; None if anything else than these and the tensors is not as in this one."""
-        if os.path.getsize(path) != len(self._file):
-            return None
-        file = np.fromfile(path, np.uint8)
-        crcs = np.ascontiguousarray(file[self._crcs]).view("<u4")[:, 0]
-        same = not (file != self._file)[self._fixed].any()
-        sound = same and crcs[self._index] in (0, zlib.crc32(file[self._pickle].data))
-        return (int(file[self._rank_at]), crcs) if sound else None
+    def twin(self, path: str) -> tuple[int, dict[int, int]]:
+        """Return the rank in another archive, and the CRC-32s of its records by their offsets;
+        raise ValueError if anything else than these and the tensors is not as in this one."""
+        file = LocalFile(path)
+        fixed, rank, crcs = self._divided(file)
+        if fixed != self._fixed or file.nbytes != self._nbytes:
+            raise ValueError(path)
+        return rank, crcs
+
+    def _divided(self, file: LocalFile) -> tuple[list[bytes], int, dict[int, int]]:
+        """Return the description without what may differ; the rank; and the CRC-32s."""
+        directory = bytearray(read_bytes(file, *self._directory))
+        crcs = {
+            start: int.from_bytes(directory[at : at + 4], "little")
+            for start, at in self._crcs.items()
+        }
+        data = _content(file, replace(self._pickle, crc=crcs[self._pickle.start]))
+        [match] = self._rank.finditer(data)
+        # Torch takes the name of the folder that all records are in, 30 bytes after the CRC-32,
+        # from that of the file.
+        for at in self._crcs.values():
+            directory[at : at + 4] = bytes(4)
+            directory[at + 30 : at + 30 + self._folder] = bytes(self._folder)
+        parts = [data[: match.start(1)], data[match.end(1) :], bytes(directory)]
+        return parts, match[1][0], crcs
 
 
 # ---------------------------------------------------------------- content
@@ -255,112 +259,87 @@ class Archive:
 
 @dataclass(frozen=True)
 class _Storage:
-    """The memory of tensors: its key in the file, and its dtype (uint8 if it has none)."""
+    """The memory of tensors: a record of a file, and its dtype (uint8 if it has none)."""
 
-    key: str
+    file: LocalFile | Bytes
+    record: Record
     dtype: torch.dtype
 
+    def part(self, start: int, nbytes: int) -> Part:
+        """Return bytes of the record from ``start`` on."""
+        return Part(self.file, self.record.start + start, nbytes)
 
-def _storage_of(persistent_id: Any) -> _Storage:
-    """Return the storage that a persistent id names.
 
-    The id is ("storage", type, key, device, number of elements).
-    """
+def _key_and_dtype(persistent_id: Any) -> tuple[str, torch.dtype]:
+    """Return the name and the dtype of the storage ("storage", type, key, device, number of
+    elements)."""
     if isinstance(persistent_id, tuple) and len(persistent_id) == 5:
         what, kind, key, _, _ = persistent_id
         name = kind.name.rpartition(".")[2] if isinstance(kind, Global) else ""
         if what == "storage" and isinstance(key, str) and name in _STORAGES:
-            return _Storage(key, _STORAGES[name])
+            return key, _STORAGES[name]
         if isinstance(kind, Global):
             raise CheckpointError(f"it holds a {shown(kind)}; only dense tensors merge")
     raise CheckpointError(UNREADABLE)
 
 
-class _Converter:
-    """Converts the content of one file; ``storage`` returns the bytes of a storage, and their
-    record."""
+def _tensor(value: Object, depth: int = 0) -> TensorSource:
+    name, args = value.name, value.args
+    if depth > MAX_WRAPPED:
+        raise CheckpointError(UNREADABLE)
+    if name == "torch._tensor._rebuild_from_type_v2":
+        return _tensor(Object(args[0].name, args[2]), depth + 1)
+    if name == "torch._utils._rebuild_device_tensor_from_cpu_tensor":
+        return _tensor(args[0], depth + 1).cast(_dtype(args[1].name))
+    if name in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
+        return _tensor(args[0], depth + 1)
+    if name not in _DENSE:
+        raise CheckpointError(f"it holds a tensor of {name}; only dense ones merge")
+    storage, first, shape, strides, *more = args
+    at = _DENSE[name]  # of the optional argument with bits that change the values
+    if any((more[at:] or [None])[0] or ()):
+        raise CheckpointError("it holds a conjugated or negated view; save a copy of it")
+    dtype = _dtype(more[2].name) if name.endswith("_v3") else storage.dtype
+    spec = TensorSpec(dtype, checked_shape(shape, "a tensor's shape"))
+    if spec.nbytes == 0:
+        return TensorSource(spec, Zeros(0))
+    return _source(spec, storage, typed(first, int, "an offset"), strides)
 
-    def __init__(self, path: str, storage: Callable[[_Storage], tuple[ByteSource, Record]]) -> None:
-        self._path, self._storage = path, storage
-        self._tensors: dict[int, TensorSource] = {}  # by id of the object in the pickle
 
-    def content(self, value: Any, length: int) -> Any:
-        return convert_plain(value, length, self._convert)
-
-    def _convert(self, value: Any) -> Any:
-        if isinstance(value, Object) and _TENSOR.fullmatch(value.name):
-            if id(value) not in self._tensors:
-                self._tensors[id(value)] = self._tensor(value)
-            return self._tensors[id(value)]
-        return _other_value(value)
-
-    def _tensor(self, value: Object, depth: int = 0) -> TensorSource:
-        name, args = value.name, value.args
-        if depth > MAX_WRAPPED:
-            raise CheckpointError(UNREADABLE)
-        if name == "torch._tensor._rebuild_from_type_v2":
-            return self._tensor(Object(args[0].name, args[2]), depth + 1)
-        if name == "torch._utils._rebuild_device_tensor_from_cpu_tensor":
-            return self._tensor(args[0], depth + 1).cast(_dtype(args[1].name))
-        if name in (
-            "torch._utils._rebuild_parameter",
-            "torch._utils._rebuild_parameter_with_state",
-        ):
-            return self._tensor(args[0], depth + 1)
-        if name not in _DENSE:
-            raise CheckpointError(f"it holds a tensor of {name}; only dense ones merge")
-        storage, first, shape, strides, *more = args
-        at = _DENSE[name]  # of the optional argument with bits that change the values
-        if any((more[at:] or [None])[0] or ()):
-            raise CheckpointError("it holds a conjugated or negated view; save a copy of it")
-        dtype = _dtype(more[2].name) if name.endswith("_v3") else storage.dtype
-        spec = TensorSpec(dtype, checked_shape(shape, "a tensor's shape"))
-        if spec.nbytes == 0:
-            return TensorSource(spec, Zeros(0))
-        return self._source(spec, storage, typed(first, int, "an offset"), strides)
-
-    def _source(
-        self, spec: TensorSpec, storage: _Storage, first: int, strides: Sequence[int]
-    ) -> TensorSource:
-        data, record = self._storage(storage)
-        start = first * spec.dtype.itemsize
-        # Without memory; raises for strides that no tensor has.
-        laid_out = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="meta")
-        if first < 0 or start + laid_out.untyped_storage().nbytes() > record.nbytes:
-            raise CheckpointError(
-                f"truncated: {spec.dtype} of shape {shown(spec.shape)} is not in the record it "
-                f"names"
-            )
-        if not laid_out.is_contiguous():
-            return _strided(self._path, spec, data, record, first, strides)
-        fills_record = record.crc and spec.nbytes == record.nbytes
-        return TensorSource(
-            spec,
-            Part(data, start, spec.nbytes),
-            identity=(self._path, record.start + start, spec),
-            checksum=written(record.crc) if fills_record else None,
+def _source(
+    spec: TensorSpec, storage: _Storage, first: int, strides: Sequence[int]
+) -> TensorSource:
+    record, start = storage.record, first * spec.dtype.itemsize
+    # Without memory; raises for strides that no tensor has.
+    laid_out = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="meta")
+    if first < 0 or start + laid_out.untyped_storage().nbytes() > record.nbytes:
+        raise CheckpointError(
+            f"truncated: {spec.dtype} of shape {shown(spec.shape)} is not in the record it names"
         )
+    if not laid_out.is_contiguous():
+        return _strided(spec, storage, first, strides)
+    fills_record = record.crc and spec.nbytes == record.nbytes
+    return TensorSource(
+        spec,
+        storage.part(start, spec.nbytes),
+        identity=(storage.file.path, record.start + start, spec),
+        checksum=written(record.crc) if fills_record else None,
+    )
 
 
 def _strided(
-    name: str,
-    spec: TensorSpec,
-    storage: ByteSource,
-    record: Record,
-    first: int,
-    strides: Sequence[int],
+    spec: TensorSpec, storage: _Storage, first: int, strides: Sequence[int]
 ) -> TensorSource:
     """Return a tensor that is not contiguous; every read loads its record."""
+    name, record = storage.file.path, storage.record
     if spec.nbytes > record.nbytes:  # expanded, with which a small file could state any size
         raise CheckpointError(f"a tensor of shape {shown(spec.shape)} repeats its elements")
     numel = record.nbytes // spec.dtype.itemsize
-    flat = TensorSource(
-        TensorSpec(spec.dtype, (numel,)), Part(storage, 0, numel * spec.dtype.itemsize)
-    )
+    flat = TensorSpec(spec.dtype, (numel,))
 
     def load() -> Tensor:
-        whole = flat.load()
-        is_whole = record.crc and flat.spec.nbytes == record.nbytes
+        whole = TensorSource(flat, storage.part(0, flat.nbytes)).load()
+        is_whole = record.crc and flat.nbytes == record.nbytes
         if is_whole and (crc := zlib.crc32(bytes_of(whole))) != record.crc:
             raise CheckpointError(
                 f"{name}: is damaged: the checksum of a tensor is {written(crc)}, but was "
@@ -441,36 +420,20 @@ def write_skeleton(content: Any, path: str, at: int = 0) -> list[CopyTask]:
             torch.save(content, file, pickle_module=SimpleNamespace(__name__="", Pickler=Pickler))
         with zipfile.ZipFile(file) as archive:
             records = read_records(archive, os.path.getsize(path))
-            places = dict(_crc_places(archive, records))
-    names = {name.partition("/data/")[2]: name for name in records}
-    tasks = []
-    for i, source in enumerate(sources):  # torch numbers tensors as it meets them
-        record = records[names[str(i)]]
-        if record.nbytes != source.spec.nbytes:
-            raise RuntimeError(
-                f"torch.save left {record.nbytes} bytes for {source.spec}, expected "
-                f"{source.spec.nbytes}: it lays files out in another way than that of torch 2.9"
-            )
-        if source.spec.nbytes:
-            tasks.append(CopyTask(source, path, record.start, places[names[str(i)]]))
+        by_number = {name.partition("/data/")[2]: record for name, record in records.items()}
+        tasks = []
+        for i, source in enumerate(sources):  # torch numbers tensors as it meets them
+            record, size = by_number[str(i)], source.spec.nbytes
+            end = record.start + record.nbytes
+            file.seek(end)  # where the CRC-32 is, too, but not of an empty record
+            if record.nbytes != size or (size and file.read(4) != _DESCRIPTOR_MAGIC):
+                raise RuntimeError(
+                    f"torch.save left {record.nbytes} bytes for {source.spec}, expected {size} "
+                    f"and {_DESCRIPTOR_MAGIC!r}: it lays files out in another way than torch 2.9's"
+                )
+            if size:
+                tasks.append(CopyTask(source, path, record.start, (record.crc_at, end + 4)))
     return tasks
-
-
-def _crc_places(
-    archive: zipfile.ZipFile, records: Mapping[str, Record]
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the name of every record, and the offsets of its CRC-32: in the central directory, and
-    after the record (after an empty one, there is none)."""
-    file: Any = archive.fp
-    for info, field in zip(archive.infolist(), _crc_fields(archive), strict=True):
-        end = records[info.filename].start + info.file_size
-        file.seek(end)
-        if info.file_size and (found := file.read(4)) != _DESCRIPTOR_MAGIC:
-            raise RuntimeError(
-                f"torch.save wrote {found!r} where {_DESCRIPTOR_MAGIC!r} was expected: it lays "
-                f"files out in another way than that of torch 2.9"
-            )
-        yield info.filename, (field, end + 4)
 
 
 def _without_data(spec: TensorSpec) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ reported at the end, with whatever else is. Memory is bounded by ``WINDOWS`` tim
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,9 +33,9 @@ WINDOW = 1 << 23  # bytes of all files together
 WINDOWS = 3  # that are kept, as a parameter and its optimizer states lie apart
 
 
-@dataclass(frozen=True)
-class AlikeFile:
-    """One of the files.
+@dataclass(frozen=True, eq=False)
+class AlikeFile(Mapping[str, TensorSource]):
+    """The tensors of one of the files by their names in it, not verified.
 
     Args:
         name: path of the file, for messages.
@@ -51,8 +51,7 @@ class AlikeFile:
     checksums: Mapping[str, str]
     shift: int = 0
 
-    def tensor(self, name: str) -> TensorSource:
-        """Return a tensor by its name in the file, not verified."""
+    def __getitem__(self, name: str) -> TensorSource:
         entry = self.entries[name]
         return TensorSource(
             entry.spec,
@@ -60,6 +59,12 @@ class AlikeFile:
             identity=(self.name, entry.start, entry.spec) if entry.spec.nbytes else None,
             checksum=self.checksums.get(name),
         )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
 
 
 class AlikeFiles:
@@ -84,7 +89,7 @@ class AlikeFiles:
 
     def of_rank(self, rank: int, name: str) -> TensorSource:
         """Return a tensor of one rank, not verified."""
-        return self._files[rank].tensor(name)
+        return self._files[rank][name]
 
     def rows(self, name: str, ranks: range) -> np.ndarray:
         """Return the bytes of a small tensor, one row for each of these ranks; verify them."""

@@ -25,11 +25,16 @@ from xla_fsdp.checkpoint.errors import (
 from xla_fsdp.checkpoint.files.checksum import whole
 from xla_fsdp.checkpoint.files.copying import Progress, damage, read_crcs
 from xla_fsdp.checkpoint.files.tensor_source import TensorSource, TensorSpec, same_bytes
-from xla_fsdp.checkpoint.format.full_tensors import MergePlan
-from xla_fsdp.checkpoint.format.plan import Identity, identify, make_plan, shared_part
-from xla_fsdp.checkpoint.format.records import Marker, model_name, rank_file_name, state_name
-from xla_fsdp.checkpoint.format.shard_files import MODEL_PREFIX, Shard, are_alike
-from xla_fsdp.checkpoint.steps.step_directory import MARKER
+from xla_fsdp.checkpoint.format.plan import Identity, MergePlan, identify, make_plan, shared_part
+from xla_fsdp.checkpoint.format.records import model_name, state_name
+from xla_fsdp.checkpoint.format.shard_files import (
+    MODEL_PREFIX,
+    Shard,
+    are_alike,
+    is_of_model,
+    is_state,
+)
+from xla_fsdp.checkpoint.steps.step_directory import MARKER, Marker, rank_file_name
 
 MIXED = {"formats": "format", "world sizes": "world_size", "steps": "step", "jobs": "job"}
 
@@ -147,7 +152,7 @@ def _shard_problems(plan: MergePlan, shard: Shard, reference: Shard) -> Iterator
         return  # the plan does not fit its tensors
     if shard is reference or not are_alike([shard, reference]):  # or only their bytes can differ
         yield from find_misfits(plan, shard, reference)
-    yield from _tie_problems(plan, shard.state_dict)
+    yield from _tie_problems(plan, shard.content)
     yield from _whole_state_problems(plan, shard, reference)
 
 
@@ -156,20 +161,22 @@ def find_misfits(plan: MergePlan, shard: Shard, reference: Shard) -> Iterator[st
     leaves it open, the reference (which may be the same shard)."""
     as_there = "" if shard is reference else f", as in {reference.source}"
     expected: dict[str, tuple[str, str, str]] = {}  # by name in a file: its name in a line; kind
-    for key in reference.state_dict:
+    for key, value in reference.state_dict.items():
         entry = plan.sharded.get(key)
         if entry is None:
-            expected[model_name(key)] = key, _kind(reference.state_dict[key]), as_there
+            expected[model_name(key)] = key, _kind(value), as_there
         else:
             kind = _kind(TensorSpec(entry.dtype, entry.shard_shape))
             expected[model_name(key)] = f"the shard of {key}", kind, ""
-    found = {model_name(key): _kind(value) for key, value in shard.state_dict.items()}
-    if plan.optimizer is not None:
-        found |= {name: _kind(tensor) for name, tensor in shard.optimizer.items()}
+    found = {
+        name: _kind(value)
+        for name, value in shard.content.items()
+        if is_of_model(name) or (plan.optimizer is not None and is_state(name))
+    }
     for key, states in (plan.optimizer.states if plan.optimizer else {}).items():
         for state in states.sharded + states.whole:
             name = state_name(key, state)
-            known = reference.optimizer.get(name) or shard.optimizer.get(name)
+            known = reference.content.get(name) or shard.content.get(name)
             kind = "a tensor" if known is None else _kind(known)
             if known is not None and state in states.sharded:
                 kind = _kind(TensorSpec(known.dtype, plan.sharded[key].shard_shape))
@@ -181,12 +188,12 @@ def find_misfits(plan: MergePlan, shard: Shard, reference: Shard) -> Iterator[st
             yield f"{called} is {found.get(name, 'missing')}, expected {kind}{where}"
 
 
-def _tie_problems(plan: MergePlan, state_dict: Mapping[str, Any]) -> Iterator[str]:
+def _tie_problems(plan: MergePlan, content: Mapping[str, Any]) -> Iterator[str]:
     for alias, canonical in plan.ties.items():
-        if alias in state_dict and canonical in state_dict:
-            first, second = state_dict[canonical], state_dict[alias]
-            if _kind(first) != _kind(second) or not _same_bits(first, second):
-                yield f"{alias} and {canonical} are tied, but their shards differ"
+        first, second = content.get(model_name(canonical)), content.get(model_name(alias))
+        both = first is not None and second is not None
+        if both and (_kind(first) != _kind(second) or not _same_bits(first, second)):
+            yield f"{alias} and {canonical} are tied, but their shards differ"
 
 
 def _whole_state_problems(plan: MergePlan, shard: Shard, reference: Shard) -> Iterator[str]:
@@ -199,7 +206,7 @@ def _whole_state_problems(plan: MergePlan, shard: Shard, reference: Shard) -> It
         for name, where in ((state_name(key, s), f"{s} of {key}") for s in states.whole):
             if shard is not reference and own.get(name) and own[name] == other.get(name):
                 continue
-            found, model = shard.optimizer.get(name), reference.optimizer.get(name)
+            found, model = shard.content.get(name), reference.content.get(name)
             if found is None or model is None or found.spec != model.spec:
                 continue  # told already
             if not _same_bits(found, model):

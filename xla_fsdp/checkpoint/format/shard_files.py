@@ -9,14 +9,13 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from glob import escape, glob
 from typing import Any
 
-from xla_fsdp.checkpoint.errors import CheckpointError, listed, naming
+from xla_fsdp.checkpoint.errors import CheckpointError, failing, listed, naming
 from xla_fsdp.checkpoint.files.checksum import digest, is_checksum, written
 from xla_fsdp.checkpoint.files.copying import Verifier, verified, verifying
 from xla_fsdp.checkpoint.files.json_values import unpack
@@ -28,7 +27,13 @@ from xla_fsdp.checkpoint.files.safetensors_file import (
     read_header,
     shard_metadata_of,
 )
-from xla_fsdp.checkpoint.files.storage import Staging, fetch, is_url, open_storage, split_path
+from xla_fsdp.checkpoint.files.storage import (
+    Staging,
+    fetch,
+    is_url,
+    open_storage,
+    split_path,
+)
 from xla_fsdp.checkpoint.files.tensor_source import (
     LOCAL,
     ByteSource,
@@ -39,7 +44,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
     TensorSource,
     full_path,
 )
-from xla_fsdp.checkpoint.files.torch_file import SMALL_ARCHIVE, Archive, read_torch_file
+from xla_fsdp.checkpoint.files.torch_file import Archive, read_torch_file
 from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles
 from xla_fsdp.checkpoint.format.records import (
     OF_RANK,
@@ -48,13 +53,13 @@ from xla_fsdp.checkpoint.format.records import (
     FileMetadata,
     StateEntry,
     StateRecord,
-    digest_of_torch_file,
     model_name,
     state_name,
 )
 from xla_fsdp.checkpoint.steps.step_directory import (
     MARKER,
     complete_attempts,
+    digest_of_torch_file,
     find_marker,
     read_marker,
 )
@@ -73,10 +78,8 @@ class Shard:
 
     Args:
         source: path of its file, or another name for messages.
-        state_dict: with a ``TensorSource`` in place of every tensor.
+        content: by name in a file, with a ``TensorSource`` in place of every tensor.
         metadata: result of ``model.get_shard_metadata()``, not checked yet.
-        optimizer: tensors of optimizer state by ``format.state_name``.
-        others: all other tensors of the file, by name.
         notes: further metadata in the header of a safetensors file; in both kinds of files, the
             JSON of values beside the tensors under ``VALUES_KEY``.
         digest: of the file's description; None if it was not read from one.
@@ -84,42 +87,57 @@ class Shard:
         copy: that was made of a remote file, and is deleted with the shard.
         left_behind: what else is there, and is not read.
         layout: of a safetensors file; the same object in shards whose files are laid out alike.
-        file: that safetensors file.
+        file: the content of that file.
         alike: the files of all ranks, if they are laid out alike and are read together.
     """
 
     source: str
-    state_dict: Mapping[str, Any]
+    content: Mapping[str, Any]
     metadata: Any
-    optimizer: Mapping[str, TensorSource] = field(default_factory=dict)
-    others: Mapping[str, TensorSource] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     digest: str | None = None
     verified: bool = False
     copy: Any = field(default=None, repr=False, compare=False)
     left_behind: tuple[str, ...] = ()
-    layout: Layout | None = field(default=None, repr=False, compare=False)
+    layout: SafetensorsLayout | TorchLayout | None = field(default=None, repr=False, compare=False)
     file: AlikeFile | None = field(default=None, repr=False, compare=False)
     alike: AlikeFiles | None = field(default=None, repr=False, compare=False)
 
     def tensors(self) -> Iterator[tuple[str, TensorSource]]:
         """Yield every tensor of the shard by its name in a file."""
-        for key, value in self.state_dict.items():
-            if isinstance(value, TensorSource):
-                yield model_name(key), value
-        yield from self.optimizer.items()
-        yield from self.others.items()
+        return ((n, value) for n, value in self.content.items() if isinstance(value, TensorSource))
 
-    def tensor(self, name: str) -> TensorSource | None:
-        """Return a tensor by its name in a file; None if there is none."""
-        key = name.removeprefix(MODEL_PREFIX)
-        if key != name:
-            return self.state_dict.get(key)
-        return self.optimizer.get(name) or self.others.get(name)
+    @property
+    def state_dict(self) -> Mapping[str, Any]:
+        """What is in the state dict of the model, by key."""
+        names = {n.removeprefix(MODEL_PREFIX): n for n in self.content if is_of_model(n)}
+        return LazyMapping(names, lambda key: self.content[names[key]])
+
+    @property
+    def optimizer(self) -> Mapping[str, TensorSource]:
+        """The tensors of optimizer state by ``format.state_name``."""
+        names = dict.fromkeys(filter(is_state, self.content))
+        return LazyMapping(names, self.content.__getitem__)
+
+    @property
+    def others(self) -> Mapping[str, TensorSource]:
+        """All other tensors of the file, by name."""
+        names = dict.fromkeys(n for n in self.content if not (is_of_model(n) or is_state(n)))
+        return LazyMapping(names, self.content.__getitem__)
 
     def states(self, key: str, record: StateRecord) -> dict[str, StateEntry]:
         """Return the optimizer states of ``key``, whose record is ``record``."""
-        return record.entries(lambda name: self.optimizer[state_name(key, name)])
+        return record.entries(lambda name: self.content[state_name(key, name)])
+
+
+def is_of_model(name: str) -> bool:
+    """Return whether this is the name in a file of something in the model's state dict."""
+    return name.startswith(MODEL_PREFIX)
+
+
+def is_state(name: str) -> bool:
+    """Return whether this is the name in a file of a tensor of optimizer state."""
+    return name.startswith(OPTIMIZER_PREFIX)
 
 
 def find_files(ckpt_prefix: str, ckpt_suffix: str) -> list[str]:
@@ -233,44 +251,16 @@ def open_safetensors(file: ByteSource, name: str, like: Shard | None = None) -> 
     notes = {key: text for key, text in header.metadata.items() if key not in OWN_METADATA}
     layout = SafetensorsLayout(file, header, metadata, notes)
     own = AlikeFile(name, file, header.entries, _checksums(metadata))
-    return layout.shard(own, metadata, notes, header.digest)
+    return Shard(name, own, metadata, notes, header.digest, layout=layout, file=own)
 
 
-class Layout:
-    """What files that are alike have in common: the entries of all tensors by name in a file; and
-    these names by key of the model, and of the optimizer's states."""
-
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
-        self.entries = entries
-        kinds = (MODEL_PREFIX, OPTIMIZER_PREFIX)
-        self.model = {n.removeprefix(kinds[0]): n for n in entries if n.startswith(kinds[0])}
-        self.optimizer = {n: n for n in entries if n.startswith(kinds[1])}
-        self._others = {n: n for n in entries if not n.startswith(kinds)}
-
-    def shard(
-        self, own: AlikeFile, metadata: FileMetadata, notes: Mapping[str, str], digest: str | None
-    ) -> Shard:
-        """Return the shard in a file that is alike."""
-        return Shard(
-            own.name,
-            LazyMapping(self.model, own.tensor),
-            metadata,
-            LazyMapping(self.optimizer, own.tensor),
-            LazyMapping(self._others, own.tensor),
-            notes,
-            digest,
-            layout=self,
-            file=own,
-        )
-
-
-class SafetensorsLayout(Layout):
-    """The layout of safetensors files, as the first of them and its header have it."""
+class SafetensorsLayout:
+    """What safetensors files that are alike have in common, as the first of them and its header
+    have it."""
 
     def __init__(
         self, file: ByteSource, header: Header, metadata: FileMetadata, notes: Mapping[str, str]
     ) -> None:
-        super().__init__(header.entries)
         self._file, self._header = file, header
         self._metadata, self._notes = metadata, notes
         self._fixed = b""
@@ -298,8 +288,8 @@ class SafetensorsLayout(Layout):
         of_rank = {k: v for k, v in zip(OF_RANK, (*ranks, sums), strict=True) if v != -1}
         notes = self._notes if values == -1 else {**self._notes, VALUES_KEY: values}
         metadata = FileMetadata(of_rank, self._metadata)
-        twin = AlikeFile(name, file, self.entries, sums, shift)
-        return self.shard(twin, metadata, notes, digest(data))
+        twin = AlikeFile(name, file, self._header.entries, sums, shift)
+        return Shard(name, twin, metadata, notes, digest(data), layout=self, file=twin)
 
 
 _CHECKSUM = re.compile(rb"(crc32:[0-9a-f]{8,})")
@@ -350,77 +340,66 @@ def open_torch(path: str, like: Shard | None = None) -> Shard:
         if layout is None:
             return shard
         sums = {name: t.checksum for name, t in shard.tensors() if t.checksum is not None}
-        file = AlikeFile(path, LocalFile(path), layout.entries, sums)
-        return replace(shard, layout=layout, file=file)
+        return replace(
+            shard, layout=layout, file=AlikeFile(path, LocalFile(path), layout.entries, sums)
+        )
     raise CheckpointError(
         f"{path}: not a shard file: it holds {found}; expected a dict with 'model' and "
         f"'shard_metadata'. Narrow ckpt_prefix or ckpt_suffix if it does not belong here."
     )
 
 
-class TorchLayout(Layout):
-    """The layout of torch files, whose pickles differ in the rank only; use ``of``."""
+class TorchLayout:
+    """What torch files have in common whose pickles differ in the rank only; use ``of``."""
 
     _RANK = re.compile(rb"X\x04\0\0\0rank(?:q.|r....)K(.)", re.DOTALL)  # a key, and its value
 
     def __init__(self, first: Shard, entries: Mapping[str, Entry]) -> None:
-        super().__init__(entries)
-        self._first = first
+        self.entries, self._first = entries, first
         self._metadata = FileMetadata(first.metadata)
+        # The names of the tensors whose checksums are the CRC-32s of their records.
+        self._summed = [name for name, tensor in first.tensors() if tensor.checksum is not None]
 
     @classmethod
     def of(cls, shard: Shard) -> TorchLayout | None:
-        """Return the layout of a file; None if it is too large or holds what others cannot share
-        (tensors that are not contiguous, or values beside them)."""
-        small = os.path.getsize(shard.source) <= SMALL_ARCHIVE
+        """Return the layout of a file; None if it holds what others cannot share (tensors that are
+        not contiguous, or values beside them)."""
         metadata = shard.metadata
-        if not small or not isinstance(metadata, dict) or "fingerprints" in metadata:
+        if not isinstance(metadata, dict) or "fingerprints" in metadata:
             return None
-        if not all(isinstance(value, TensorSource) for value in shard.state_dict.values()):
+        if shard.notes or not all(is_of_model(n) or is_state(n) for n in shard.content):
             return None
         entries = {}
-        for name, tensor in shard.tensors():
+        for name, tensor in shard.content.items():
+            if not isinstance(tensor, TensorSource):
+                return None
             identity = tensor.identity if tensor.spec.nbytes else (shard.source, 0, tensor.spec)
             if not isinstance(identity, tuple) or len(identity) != 3:
                 return None
             entries[name] = Entry(tensor.spec, identity[1])
-        return None if shard.others or shard.notes else cls(shard, entries)
+        return cls(shard, entries)
 
     def twin(self, path: str) -> Shard | None:
         """Return the shard in a file that differs only in the rank and the tensors; None if it
         differs in more, or cannot be read."""
-        found = None
-        with suppress(OSError):  # which reading all of it tells
-            found = None if self._archive is None else self._archive.twin(path)
-        if found is None:
-            return None
-        rank, crcs = found
-        sums = {name: written(int(crcs[record])) for name, record in self._records.items()}
-        metadata = FileMetadata({"rank": rank}, self._metadata)
-        return self.shard(AlikeFile(path, LocalFile(path), self.entries, sums), metadata, {}, None)
-
-    @cached_property
-    def _archive(self) -> Archive | None:
         try:
-            return Archive(self._first.source, self._RANK)
-        except Exception:  # as for ``read_torch``; each file is read by itself then
+            rank, crcs = self._archive.twin(path)
+        except (OSError, ValueError):  # which reading all of it tells
             return None
+        sums = {name: written(crcs[self.entries[name].start]) for name in self._summed}
+        metadata = FileMetadata({"rank": rank}, self._metadata)
+        own = AlikeFile(path, LocalFile(path), self.entries, sums)
+        return Shard(path, own, metadata, layout=self, file=own)
 
     @cached_property
-    def _records(self) -> dict[str, int]:
-        """The records whose CRC-32s are the checksums of tensors, by the names of these."""
-        assert self._archive is not None  # as there is a twin
-        known = {start: index for index, start in enumerate(self._archive.starts)}
-        return {
-            name: known[self.entries[name].start]
-            for name, tensor in self._first.tensors()
-            if tensor.checksum is not None
-        }
+    def _archive(self) -> Archive:
+        return Archive(self._first.source, self._RANK)
 
 
 def open_remote_torch(url: str) -> Shard:
     """Open the shard in a torch file at a URL, of which it makes a local copy."""
-    copy = Staging()
+    with failing(url, "cannot be copied"):
+        copy = Staging()
     path = fetch(url, copy.path)
     try:
         shard = open_torch(path)
@@ -432,19 +411,15 @@ def open_remote_torch(url: str) -> Shard:
 
 def _torch_shard(path: str, checkpoint: Mapping[str, Any]) -> Shard:
     metadata, (values, tensors) = checkpoint["shard_metadata"], _values(checkpoint.get("values"))
-    checksums = _checksums(metadata)
-
-    def with_checksum(name: str, value: Any) -> Any:
-        if not isinstance(value, TensorSource):
-            return value
-        return replace(value, checksum=checksums.get(name, value.checksum))
-
+    content = {model_name(key): value for key, value in checkpoint["model"].items()}
+    content |= {**dict(_states(checkpoint.get("optimizer"))), **tensors}
+    for name, checksum in _checksums(metadata).items():
+        if isinstance(content.get(name), TensorSource):
+            content[name] = replace(content[name], checksum=checksum)
     return Shard(
         path,
-        {key: with_checksum(model_name(key), v) for key, v in checkpoint["model"].items()},
+        content,
         metadata,
-        {name: with_checksum(name, t) for name, t in _states(checkpoint.get("optimizer"))},
-        {name: with_checksum(name, t) for name, t in tensors.items()},
         {} if values is None else {VALUES_KEY: values},
         _digest(metadata, values or ""),
     )
@@ -473,12 +448,12 @@ def values_of(shard: Shard) -> Any:
         packed = json.loads(shard.notes.get(VALUES_KEY, "{}"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{shard.source}: {VALUES_KEY} is not JSON: {error}") from error
-    count = sum(name.startswith(VALUE_PREFIX) for name in shard.others)
+    count = sum(name.startswith(VALUE_PREFIX) for name in shard.content)
     names = [f"{VALUE_PREFIX}{index}" for index in range(count)]
-    if absent := [name for name in names if name not in shard.others]:
+    if absent := [name for name in names if name not in shard.content]:
         raise CheckpointError(f"{shard.source}: {absent[0]} is missing")
     with naming(shard.source):
-        return unpack(packed, [shard.others[name].load() for name in names])
+        return unpack(packed, [shard.content[name].load() for name in names])
 
 
 def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:
@@ -495,12 +470,7 @@ def _states(optimizer: Any) -> Iterator[tuple[str, TensorSource]]:
 
 def verified_shard(shard: Shard, recent: RecentBlocks) -> Shard:
     """Return the same shard; reading what is damaged raises ``CheckpointError``."""
-    return replace(
-        shard,
-        state_dict=verified(shard.source, shard.state_dict, recent),
-        optimizer=verified(shard.source, shard.optimizer, recent),
-        others=verified(shard.source, shard.others, recent),
-    )
+    return replace(shard, content=verified(shard.source, shard.content, recent))
 
 
 def of_all(shards: Sequence[Shard], name: str) -> Sequence[Any]:
@@ -508,7 +478,7 @@ def of_all(shards: Sequence[Shard], name: str) -> Sequence[Any]:
     alike = shards[0].alike
     if alike is not None and alike.is_small(name):
         return alike.tensor(name)
-    return LazySequence(shards, lambda shard: shard.tensor(name))
+    return LazySequence(shards, lambda shard: shard.content[name])
 
 
 def are_alike(shards: Sequence[Shard]) -> bool:
@@ -529,14 +499,10 @@ def verifying_shards(shards: Sequence[Shard]) -> tuple[list[Shard], list[Verifie
     same: list[Shard] = []
     verifiers: list[Verifier] = [] if alike is None else [alike]
     for shard in shards:
-        is_left_out = alike.is_small if alike is not None and same else lambda _: False
-        kinds = ((shard.state_dict, MODEL_PREFIX), (shard.optimizer, ""), (shard.others, ""))
-        found = [
-            verifying(shard.source, {k: of[k] for k in of if not is_left_out(f"{prefix}{k}")})
-            for of, prefix in kinds
-        ]
-        model, optimizer, others = (tensors for tensors, _ in found)
-        same.append(replace(shard, state_dict=model, optimizer=optimizer, others=others))
-        verifiers += [verifier for _, own in found for verifier in own]
+        left_out = alike.is_small if alike is not None and same else lambda _: False
+        names = [name for name in shard.content if not left_out(name)]
+        content, own = verifying(shard.source, {name: shard.content[name] for name in names})
+        same.append(replace(shard, content=content))
+        verifiers += own
     same[0] = replace(same[0], alike=alike)
     return same, verifiers

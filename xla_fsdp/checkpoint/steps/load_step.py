@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xla_fsdp.checkpoint.convert.model_files import renamed
 from xla_fsdp.checkpoint.convert.reshard import (
     EVERYTHING,
     LoadTarget,
@@ -55,13 +56,7 @@ from xla_fsdp.checkpoint.files.tensor_source import (
 from xla_fsdp.checkpoint.format.alike_files import AlikeFile, AlikeFiles
 from xla_fsdp.checkpoint.format.consistency import check_marker, find_misfits
 from xla_fsdp.checkpoint.format.plan import make_plan
-from xla_fsdp.checkpoint.format.records import (
-    SUFFIXES,
-    VALUES_KEY,
-    Marker,
-    OptimizerState,
-    rank_file_name,
-)
+from xla_fsdp.checkpoint.format.records import SUFFIXES, VALUES_KEY, OptimizerState
 from xla_fsdp.checkpoint.format.shard_files import (
     Shard,
     open_remote_torch,
@@ -70,7 +65,13 @@ from xla_fsdp.checkpoint.format.shard_files import (
     values_of,
     verified_shard,
 )
-from xla_fsdp.checkpoint.steps.step_directory import MARKER, Attempt, read_marker
+from xla_fsdp.checkpoint.steps.step_directory import (
+    MARKER,
+    Attempt,
+    Marker,
+    rank_file_name,
+    read_marker,
+)
 
 REMOTE_REQUESTS = 16  # at a time, as a request to an object store takes about 50 ms
 PARTLY_READ = 1 << 26  # bytes of blocks of which only a part was needed so far
@@ -128,7 +129,7 @@ def _load(
     with naming(shards[own].source):
         plan = make_plan(shards[own].metadata, shards[own].state_dict)
     raise_if([f"{s.source}: {problem}" for s in opened for problem in find_misfits(plan, s, s)])
-    source = SourceCheckpoint(selection.plan(plan), shards, own)
+    source = SourceCheckpoint(renamed(plan, selection.rules), shards, own)
     found = plan_read(source, target, selection)
     if found.problems:
         where = f"{storage.where}/{attempt.folder}"
@@ -170,9 +171,8 @@ def _open(
 
 
 def _read(found: ReadPlan, values: dict[str, Any], threads: int, same_ranks: bool) -> LoadedStep:
-    states = {} if found.optimizer is None else found.optimizer.tensors()
-    of_optimizer = [source for each in states.values() for source in each.values()]
-    tensors = _read_tensors([*found.model.values(), *of_optimizer], threads)
+    states = {} if found.optimizer is None else found.optimizer.named_tensors()
+    tensors = _read_tensors([*found.model.values(), *states.values()], threads)
     model = {key: tensors[id(source)] for key, source in found.model.items()}
     optimizer = None
     if found.optimizer is not None:
@@ -273,14 +273,9 @@ class RankFiles:
         return path_of(self._storage, self._attempt.file(self._names[rank]))
 
     def _unopened(self, rank: int) -> Shard:
-        first, tensor = self.open(self._first), partial(self.tensor, rank)
-        assert first.layout is not None  # as of all safetensors files
-        return Shard(
-            source=self.source(rank),
-            state_dict=LazyMapping(first.layout.model, tensor),
-            metadata={**first.metadata, "rank": rank, "global_rank": None},
-            optimizer=LazyMapping(first.layout.optimizer, tensor),
-        )
+        metadata = {**self.open(self._first).metadata, "rank": rank, "global_rank": None}
+        content = LazyMapping(self.entries, partial(self.tensor, rank))
+        return Shard(self.source(rank), content, metadata)
 
 
 LITTLE = 1 << 12
@@ -322,7 +317,7 @@ class _TensorOfRank:
         self._files, self._rank, self._name, self._spec = files, rank, name, entry.spec
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        tensor = self._files.open(self._rank).tensor(self._name)
+        tensor = self._files.open(self._rank).content.get(self._name)
         if tensor is None or tensor.spec != self._spec:
             raise CheckpointError(
                 f"{self._files.source(self._rank)}: {self._name} is "

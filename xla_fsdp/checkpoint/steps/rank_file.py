@@ -13,25 +13,24 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from xla_fsdp.checkpoint.files.checksum import checksum, digest
-from xla_fsdp.checkpoint.files.json_values import Packed
 from xla_fsdp.checkpoint.files.safetensors_file import plan_file, shard_file_metadata
 from xla_fsdp.checkpoint.files.storage import Storage
 from xla_fsdp.checkpoint.files.tensor_source import Buffer, TensorSpec, bytes_of
 from xla_fsdp.checkpoint.format.records import (
     VALUE_PREFIX,
     VALUES_KEY,
-    FileRecord,
     ShardMetadata,
-    digest_of_torch_file,
     model_name,
     state_name,
 )
+from xla_fsdp.checkpoint.format.shard_files import MODEL_PREFIX, is_of_model
+from xla_fsdp.checkpoint.steps.step_directory import FileRecord, digest_of_torch_file
 
 
 @dataclass(frozen=True)
@@ -40,28 +39,13 @@ class RankContent:
 
     Args:
         metadata: of its shards, without checksums.
-        model: by key of the state dict, without aliases.
-        states: tensors of the optimizer by key and state.
-        values: everything else.
+        tensors: by name in a file, without aliases.
+        values: everything else, as JSON.
     """
 
     metadata: ShardMetadata
-    model: Mapping[str, Tensor]
-    states: Mapping[str, Mapping[str, Tensor]]
-    values: Packed
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by its name in a file."""
-        named = {model_name(key): tensor for key, tensor in self.model.items()}
-        for key, states in self.states.items():
-            named |= {state_name(key, state): tensor for state, tensor in states.items()}
-        extra = {f"{VALUE_PREFIX}{i}": tensor for i, tensor in enumerate(self.values.tensors)}
-        return {**named, **extra}
-
-    def with_checksums(self) -> RankContent:
-        """Return the content with the checksum of every tensor in its metadata."""
-        checksums = {name: checksum(bytes_of(t)) for name, t in self.tensors().items()}
-        return replace(self, metadata=replace(self.metadata, fingerprints=checksums))
+    tensors: Mapping[str, Tensor]
+    values: Any
 
 
 class Written(NamedTuple):
@@ -77,7 +61,8 @@ class Written(NamedTuple):
 def write_rank_file(storage: Storage | None, name: str, content: RankContent) -> Written:
     """Write one rank's file, as ``.safetensors`` or ``.pth`` by its name; without ``storage``, as
     another rank writes this file, only return what would be written."""
-    full = content.with_checksums()
+    checksums = {name: checksum(bytes_of(tensor)) for name, tensor in content.tensors.items()}
+    full = replace(content, metadata=replace(content.metadata, fingerprints=checksums))
     description, chunks = _pth(full) if name.endswith(".pth") else _safetensors(full)
     if storage is not None:
         storage.write(name, chunks)
@@ -95,8 +80,8 @@ def _checksum_of_shards(content: RankContent) -> str:
 
 def _safetensors(content: RankContent) -> tuple[str, list[Buffer]]:
     """Return the digest of the file's description, and the bytes of the file."""
-    tensors = content.tensors()
-    extra = {VALUES_KEY: json.dumps(content.values.json)}
+    tensors = content.tensors
+    extra = {VALUES_KEY: json.dumps(content.values)}
     specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     header = plan_file(specs, shard_file_metadata(content.metadata, extra))
     data = header.to_bytes()
@@ -105,14 +90,23 @@ def _safetensors(content: RankContent) -> tuple[str, list[Buffer]]:
 
 def _pth(content: RankContent) -> tuple[str, list[Buffer]]:
     """Return the digest of the file's description, and the bytes of the file."""
-    metadata, values = content.metadata.to_dict(), json.dumps(content.values.json)
+    metadata, values, tensors = content.metadata, json.dumps(content.values), content.tensors
+    states = {} if metadata.optimizer is None else metadata.optimizer.states
     # In memory first: to write a zip archive, torch.save has to seek, which a stream cannot.
     buffer = io.BytesIO()
     content_of_file = {
-        "model": dict(content.model),
-        "shard_metadata": metadata,
-        "optimizer": {"state": {key: dict(states) for key, states in content.states.items()}},
-        "values": {"json": values, "tensors": content.values.tensors},
+        "model": {n.removeprefix(MODEL_PREFIX): t for n, t in tensors.items() if is_of_model(n)},
+        "shard_metadata": metadata.to_dict(),
+        "optimizer": {
+            "state": {
+                key: {name: tensors[state_name(key, name)] for name in (*of.sharded, *of.whole)}
+                for key, of in states.items()
+            }
+        },
+        "values": {
+            "json": values,
+            "tensors": [t for n, t in tensors.items() if n.startswith(VALUE_PREFIX)],
+        },
     }
     torch.save(content_of_file, buffer)
-    return digest_of_torch_file(metadata, values), [buffer.getbuffer()]
+    return digest_of_torch_file(metadata.to_dict(), values), [buffer.getbuffer()]

@@ -30,23 +30,21 @@ from typing import Any, NamedTuple
 
 from xla_fsdp.checkpoint.errors import CheckpointError, collecting, lines_of, raise_if
 from xla_fsdp.checkpoint.files.storage import Storage
-from xla_fsdp.checkpoint.format.records import (
-    Announcement,
-    FileRecord,
-    JobRecord,
-    Marker,
-    rank_file_name,
-)
 from xla_fsdp.checkpoint.steps.rank_file import RankContent, Written, write_rank_file
 from xla_fsdp.checkpoint.steps.step_directory import (
     JOB,
     MARKER,
+    Announcement,
     Attempt,
+    FileRecord,
+    JobRecord,
     Keep,
+    Marker,
     all_attempts,
     is_owner,
     newest_complete,
     owner_of,
+    rank_file_name,
     read_job,
     remove,
     tidy,

@@ -75,7 +75,7 @@ class Arrival:
 
     since: float
     collectives: tuple[str, ...]
-    data: bytes
+    data: Any
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Run:
         self._shared_main = sys.modules["__main__"]
         self._starting = self.num_ranks if self.set_up is None else 0  # ranks below have started
         self._starter_used = (-1, 0.0, 0.0)  # its number, CPU seconds, when those grew
-        self._delivered: list[bytes] = []  # at the gate that has opened last
+        self._delivered: list[Any] = []  # at the gate that has opened last
 
     # ------------------------------------------------------------ called by the ranks
 
@@ -152,7 +152,7 @@ class Run:
         self._traced[rank].clear()
         self.in_collectives.discard(rank)
 
-    def pass_gate(self, rank: int, data: bytes = b"") -> list[bytes]:
+    def pass_gate(self, rank: int, data: Any = None) -> list[Any]:
         """Wait until every rank is here with the same collectives; return the ``data`` of every
         rank, in order. Raises Unwind if that fails."""
         self._let_others_in(rank)
@@ -165,6 +165,7 @@ class Run:
                 self._fail_early_return()
             elif len(self._at_gate) == self.num_ranks:
                 self._open_gate()
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._gates_opened > opened_before or self.failures)
             if self._gates_opened == opened_before:
                 raise Unwind
@@ -204,7 +205,6 @@ class Run:
             self._gates_opened += 1
             self._to_execute = set(range(self.num_ranks))
             self._executing_since = None
-            self._changed.notify_all()
         else:
             self.fail(difference)
 

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from xla_fsdp.distributed.advice import advice
@@ -412,25 +411,17 @@ class Run:
 
     def stack(self, rank: int) -> str:
         """Return the innermost Python lines of a rank's thread, as text."""
-        # Not traceback.extract_stack, which reads files while it has the frames: meanwhile what a
-        # function leaves has not ended, and a block that a loop traces seems to keep its tensors.
-        places = _places(sys._current_frames().get(self.threads[rank].ident or 0))
-        if not places:
+        frame = sys._current_frames().get(self.threads[rank].ident or 0)
+        if frame is None:
             return "    (its thread has ended)\n"
-        begin = 0  # leave out how the thread was started
-        while begin < len(places) - 1 and places[begin][0] in (threading.__file__, __file__):
-            begin += 1
-        return "".join(traceback.StackSummary.from_list(places[begin:][-STACK_LINES:]).format())
-
-
-def _places(frame: FrameType | None) -> list[tuple[str, int, str, None]]:
-    """Return file, line and function of a frame and its callers, outermost first; the source is to
-    be looked up."""
-    found = []
-    while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None))
-        frame = frame.f_back
-    return found[::-1]
+        callers = traceback.walk_stack(frame)
+        # What has the frame of a function keeps its tensors: a block that a loop traces would seem
+        # to do so while files are read.
+        del frame
+        places = traceback.StackSummary.extract(callers, lookup_lines=False)
+        starts = (threading.__file__, __file__)  # how the thread was started is left out
+        own = [each for each in places if each.filename not in starts] or places
+        return "".join(traceback.StackSummary.from_list(own[:STACK_LINES][::-1]).format())
 
 
 class RankThread(threading.Thread):

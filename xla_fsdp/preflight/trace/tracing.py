@@ -182,10 +182,6 @@ class Recorder:
             self._empty_parameters([tensor for tensor in live if id(tensor) not in waiting])
         if not pending:
             return
-        if self._phase is _Phase.DISCARDING:
-            for tensor in pending:
-                ops.release(tensor, self._hollow.make(held_shape(tensor), tensor.dtype))
-            return
         if self._phase is _Phase.RECORDING:
             distinct = list({tensor_id(tensor): tensor for tensor in pending}.values())
             self.programs.append(self._program(distinct, live))

@@ -464,7 +464,7 @@ def communication_for(
     if sharding_groups is None or sharding_rank is None or sharding_world_size is None:
         everyone = all_ranks()
         return Communication(everyone, everyone)
-    own = _over(sharding_groups, sharding_rank, sharding_world_size)
+    own = over(sharding_groups, sharding_rank, sharding_world_size)
     return Communication(own, own, groups=sharding_groups, covers_all=False)
 
 
@@ -473,7 +473,7 @@ def all_ranks() -> Collectives:
     known = _of_all_ranks.setdefault(ops.runtime(), {})
     rank, size = ops.rank(), ops.world_size()
     if (rank, size) not in known:
-        known[rank, size] = _over(None, rank, size)
+        known[rank, size] = over(None, rank, size)
     return known[rank, size]
 
 
@@ -527,12 +527,13 @@ def check_mesh(mesh: Mesh) -> None:
 def along(mesh: Mesh, experts: Collectives | None = None) -> Collectives:
     """Return collectives over this rank's group along all axes of ``mesh``; ``experts`` are those
     among ranks that hold the same experts."""
-    return _over(mesh.groups(), mesh.local_rank(ops.rank()), mesh.size(), experts)
+    return over(mesh.groups(), mesh.local_rank(ops.rank()), mesh.size(), experts)
 
 
-def _over(
+def over(
     groups: Groups | None, rank: int, size: int, experts: Collectives | None = None
 ) -> Collectives:
+    """Return collectives over groups of ``size`` ranks, of which the caller is number ``rank``."""
     if size == 1:
         return LocalCollectives()
     return XlaCollectives(groups, rank, size, experts=experts)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from xla_fsdp.distributed.advice import advice
 from xla_fsdp.distributed.process_state import ProcessState
@@ -48,6 +48,8 @@ MORE_BATCHES = (
     "a rank whose data has a batch more than the others' (DataLoader(..., drop_last=True) with a "
     "DistributedSampler gives all as many)"
 )
+
+Name = TypeVar("Name", str, bytes)
 
 RankSetup = Callable[[int], None]
 """What a rank's thread does before or after the user's function, given its number."""
@@ -490,9 +492,9 @@ def first_difference(traced: Sequence[Sequence[str]]) -> Failure | None:
     return None
 
 
-def ranks_by_name(names: Sequence[str]) -> dict[str, list[int]]:
+def ranks_by_name(names: Sequence[Name]) -> dict[Name, list[int]]:
     """Return which ranks have each name; ``names`` has that of each rank."""
-    found: dict[str, list[int]] = {}
+    found: dict[Name, list[int]] = {}
     for rank, name in enumerate(names):
         found.setdefault(name, []).append(rank)
     return found

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xla_fsdp.distributed.cpu_ranks import ranks_by_name
 from xla_fsdp.preflight.compile.compiler import check_installed, child_environment, kill_first
 
 if TYPE_CHECKING:
@@ -141,9 +142,7 @@ def same_program(programs: Sequence[bytes]) -> bytes:
     Raises:
         RuntimeError: if they differ.
     """
-    ranks: dict[bytes, list[int]] = {}
-    for rank, program in enumerate(programs):
-        ranks.setdefault(program, []).append(rank)
+    ranks = ranks_by_name(programs)
     if len(ranks) > 1:
         groups = "; ".join(f"ranks {which}" for which in ranks.values())
         raise RuntimeError(

@@ -434,7 +434,6 @@ class Program:
 
     @functools.cached_property
     def _num_counted(self) -> int:
-        """How many of them are counted."""
         return sum(self._is_counted(at) for at, _ in self._changed_at)
 
     def _is_counted(self, at: int) -> bool:
@@ -442,7 +441,6 @@ class Program:
 
     @functools.cached_property
     def _new_at(self) -> list[tuple[Slot, int]]:
-        """Slots that get a new tensor, each with the number of its result."""
         return [
             (self.slots[goal[1]], number)
             for number, goals in enumerate(self.outputs)

@@ -187,7 +187,6 @@ class State:
         return [(*place, shown([(old, new)])) for place, old, new in pairs if old != new]
 
     def _find_namesakes(self) -> dict[tuple[str, ...], list[nn.Module]]:
-        """Return the modules by the names of their plain attributes."""
         found: dict[tuple[str, ...], list[nn.Module]] = {}
         for module in self.modules:
             names = sorted(name for name, each in vars(module).items() if _is_plain(each))
@@ -371,7 +370,6 @@ def _shown_way(way: Way) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether this is a plain value, a choice, or a tuple of such."""
     return isinstance(value, PLAIN + CHOICES) or (
         isinstance(value, tuple) and all(map(_is_plain, value))
     )

@@ -258,7 +258,6 @@ class RingCollectives(XlaCollectives):
     def _around(
         self, summand: Callable[[Tensor], Tensor], width: int, *, in_small_sends: bool = False
     ) -> Tensor:
-        """Reduce around the rings of the first step, and then in the others."""
         rows = ring_reduce_scatter(summand, self._steps[0], self._order(0))
         for step in range(1, len(self._steps)):
             chunks = rows.reshape(len(self._steps[step][0]), -1, width)

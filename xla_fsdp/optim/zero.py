@@ -489,7 +489,6 @@ def _state_problems(
 
 
 def _unsliced_state(inner: Optimizer, slices: ParamSlices, to: int) -> dict[str, Any]:
-    """Gather the unsharded state dict on rank ``to``; return an empty one on others."""
     with slices.filled(slices.params):  # state with the shape of its slice is gathered
         state = read_optimizer(inner, slices.keys())
     execute_pending()  # on all ranks, before ``to`` alone reads what is replicated

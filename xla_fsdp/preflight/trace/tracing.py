@@ -241,7 +241,6 @@ class Recorder:
 def _sizes_of_others(
     live: Iterable[Tensor], inputs: Collection[int], roles: Mapping[int, str]
 ) -> dict[str, int]:
-    """Return the bytes of all device buffers but ``inputs``, by role."""
     found: dict[int, int] = {}
     # Empty shards are tensor subclasses that otherwise answer for the unsharded parameter.
     with torch._C.DisableTorchFunctionSubclass():

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from test.common.example_report import report
+from test.common.ranks import ROOT
 from test.common.tuning import MIB, Cost, FakeCompiler
 from xla_fsdp import Recipe
 from xla_fsdp.preflight import CompileError, Tuned, tune
@@ -408,11 +409,11 @@ def test_a_limit_of_memory_that_was_too_low_may_be_raised(
 ) -> None:
     limits: list[int] = []
 
-    def run_child(folder: Path, environment: Any, limit: int, progress: Any) -> None:
+    def compile_it(program: Any, topology: Any, flags: str, limit: int, progress: Any) -> None:
         limits.append(limit)
         raise compiler._FailsAgainError("too much", limit)
 
-    monkeypatch.setattr(compiler, "_run_child", run_child)
+    monkeypatch.setattr(compiler, "_compile", compile_it)
     program, slice_ = Program(b"", (), ()), find_topology("v5e:2x2")
     for limit in (10, 10, 5, 20):
         with pytest.raises(CompileError, match="too much"):
@@ -660,26 +661,31 @@ def test_a_compiler_that_is_killed_is_told_and_tried_again(
     assert not list(tmp_path.glob("cache/*"))
 
 
-def test_a_compiler_ends_with_the_search_that_was_killed(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    os.mkfifo(folder / "request.json")  # which the compiler waits to read
-    search = (
-        "import os, subprocess, sys, time\n"
-        "child = 'xla_fsdp.preflight.compile.compile_child'\n"
-        "command = [sys.executable, '-m', child, sys.argv[1]]\n"
-        "print(subprocess.Popen([*command, str(os.getpid())]).pid, flush=True)\n"
-        "time.sleep(600)\n"
+@pytest.mark.parametrize("request_made", ["None", "'wait'"])
+def test_a_compiler_ends_with_the_search_that_was_killed(tmp_path: Path, request_made: str) -> None:
+    (tmp_path / "waiting.py").write_text(
+        "import time\n"
+        "from xla_fsdp.preflight.compile.child import serve\n"
+        "serve({'wait': lambda: time.sleep(600)})\n"
     )
-    command = [sys.executable, "-c", search, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+    search = (
+        "import os, time\n"
+        "from xla_fsdp.preflight.compile.child import Child\n"
+        "child = Child('the child', 'waiting', {**os.environ})\n"
+        "print(child.process.pid, child.folder, flush=True)\n"
+        f"child.ask({request_made}) if {request_made} else time.sleep(600)\n"
+    )
+    command, paths = [sys.executable, "-c", search], os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        child = int(parent.stdout.readline())
+        child, folder = parent.stdout.readline().split()
+        time.sleep(1.0)  # until it computes
         parent.kill()
     limit = time.monotonic() + 120
     while Path(f"/proc/{child}/cmdline").exists() and time.monotonic() < limit:
         time.sleep(0.1)
-    assert not folder.exists()
+    assert not Path(folder).exists()
 
 
 @pytest.mark.parametrize("word", ["30", "m", "0m", "xm", "infh"])

@@ -1,21 +1,14 @@
-"""Run programs on virtual chips.
-
-``python -m xla_fsdp.preflight.rehearse.run_child FILE_DESCRIPTOR`` takes requests from the
-connection of the descriptor, and sends answers there (``virtual_chips``).
-
-Invariants: torch_xla is never loaded here, as two XLA runtimes in one process clash.
-"""
+"""Run programs on virtual chips, in a process of its own (``compile.child``)."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from xla_fsdp.preflight.compile.child import serve
 from xla_fsdp.preflight.compile.compile_child import options_for, stable_hlo
 
 WITHOUT_EFFECT = ("annotate_device_placement",)
@@ -25,27 +18,6 @@ UNINITIALIZED = "AllocateBuffer"
 """Custom call that a CPU does not know, for memory of any values, which has to be written first."""
 
 PALLAS = "tpu_custom_call"
-
-
-def main(argv: Sequence[str]) -> int:
-    """Answer requests until the other end closes the connection."""
-    connection = Connection(int(argv[0]))
-    chips = _Chips()
-    answers: dict[str, Callable[..., Any]] = {
-        "compile": chips.compile,
-        "run": chips.run,
-        "memory": chips.memory,
-    }
-    while True:
-        try:
-            kind, *request = connection.recv()
-        except (EOFError, OSError):
-            return 0
-        try:
-            answer = "", answers[kind](*request)
-        except Exception as error:  # XLA has many exception types
-            answer = f"{type(error).__name__}: {error}", None
-        connection.send(answer)
 
 
 class _Chips:
@@ -143,4 +115,5 @@ def _custom_calls(operation: Any) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    chips = _Chips()
+    serve({"compile": chips.compile, "run": chips.run, "memory": chips.memory})

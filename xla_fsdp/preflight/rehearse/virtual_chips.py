@@ -1,30 +1,22 @@
-"""Virtual chips: devices of JAX's CPU client in a child process, which run programs for a TPU.
-
-The child is there because torch_xla's and JAX's runtimes clash in one process.
-"""
+"""Virtual chips: devices of JAX's CPU client in a child process, which run programs for a TPU."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xla_fsdp.distributed.cpu_ranks import ranks_by_name
-from xla_fsdp.preflight.compile.compiler import check_installed, child_environment, kill_first
+from xla_fsdp.preflight.compile.child import Child
+from xla_fsdp.preflight.compile.compiler import check_installed, child_environment
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from xla_fsdp.xla.virtual_ranks import Request
-
-LOG_BYTES = 2000
 
 QUICK_COMPILE = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
@@ -55,18 +47,10 @@ class VirtualChips:
         self.runs: list[int] = []
         self._known: dict[str, int] = {}
         self._ranks_of: list[int] = []
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``close``)
-        self._connection, theirs = Pipe()
         flags = f"--xla_force_host_platform_device_count={num_chips} {QUICK_COMPILE}"
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.run_child", str(theirs.fileno())],
-            env=child_environment(XLA_FLAGS=flags),
-            pass_fds=[theirs.fileno()],
-            stdout=self._log,
-            stderr=self._log,
-        )
-        theirs.close()
-        kill_first(self._child)
+        environment = child_environment(XLA_FLAGS=flags)
+        name = "the process with the virtual chips"
+        self._child = Child(name, f"{__package__}.run_child", environment)
 
     def execute(self, requests: Sequence[Request]) -> list[list[Tensor]]:
         """Run the program of all ranks, or of one of them; return the outputs of each.
@@ -91,21 +75,11 @@ class VirtualChips:
         """Compile a program; return the bytes that a run of it takes for all ranks together."""
         return int(self._ask("memory", self._compiled(hlo, num_ranks)))
 
-    def close(self) -> None:
-        """End the child."""
-        self._connection.close()
-        try:
-            self._child.wait(5)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
-        self._log.close()
-
     def __enter__(self) -> VirtualChips:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._child.close()
 
     def _compiled(self, hlo: bytes, num_ranks: int) -> int:
         key = f"{hashlib.sha256(hlo).hexdigest()} {num_ranks}"
@@ -117,23 +91,10 @@ class VirtualChips:
         return self._known[key]
 
     def _ask(self, *request: Any) -> Any:
-        try:
-            self._connection.send(request)
-            error, answer = self._connection.recv()
-        except (EOFError, OSError) as ended:
-            raise RuntimeError(self._last_words()) from ended
+        error, answer = self._child.ask(*request)
         if error:
             raise RuntimeError(f"the virtual chips cannot run the program: {error}")
         return answer
-
-    def _last_words(self) -> str:
-        self._child.wait()
-        self._log.seek(0)
-        tail = self._log.read().decode(errors="replace")[-LOG_BYTES:]
-        return (
-            f"the process with the virtual chips ended with exit code {self._child.returncode} "
-            f"(-9: out of memory); its last lines:\n{tail}"
-        )
 
 
 def same_program(programs: Sequence[bytes]) -> bytes:

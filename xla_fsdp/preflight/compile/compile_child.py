@@ -1,7 +1,6 @@
 """Compile one program for a TPU topology, in a process of its own (``child``).
 
-A program is torch_xla's serialized HLO module, or for a program to be partitioned JAX's StableHLO
-bytecode. The compiler dumps its buffer assignment to ``DUMP`` in the process's folder.
+The compiler dumps its buffer assignment to ``DUMP`` in the process's folder.
 """
 
 from __future__ import annotations
@@ -17,24 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from xla_fsdp.preflight.compile.child import DUMP, serve
+from xla_fsdp.preflight.topologies import Topology
+from xla_fsdp.preflight.trace.program import Program
 
 # With these options the compiler dumps a program that is too large before it fails.
 _DUMP_TOO_LARGE = {"xla_tpu_no_crash_on_oom": "true", "xla_dump_hlo_as_long_text": True}
 
 
-def compiled(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
+def compiled(program: Program, topology: Topology) -> dict[str, Any]:
     """Return the scheduled module, and figures, by their names in ``compiler.Compiled``."""
-    executable = _executable(program, request, {})
+    executable = _executable(program, topology, {})
     code = executable.get_compiled_memory_stats().generated_code_size_in_bytes
     return {"text": executable.hlo_modules()[0].to_string(), "code": int(code), **_spent()}
 
 
-def scheduled(program: bytes, request: dict[str, Any]) -> dict[str, Any]:
+def scheduled(program: Program, topology: Topology) -> dict[str, Any]:
     """Compile a program that is too large for a chip a second time, up to its schedule; the size of
     its code is then not known."""
     shutil.rmtree(_dump(), ignore_errors=True)
     with contextlib.suppress(Exception):  # it cannot be loaded
-        _executable(program, request, _DUMP_TOO_LARGE)
+        _executable(program, topology, _DUMP_TOO_LARGE)
     written = sorted(_dump().glob("*after_codegen.txt"))
     return {"text": written[-1].read_text(), "code": 0, **_spent()}
 
@@ -48,36 +49,38 @@ def _spent() -> dict[str, Any]:
     return {"cpu_seconds": time.process_time(), "peak_host_bytes": peak}
 
 
-def _executable(program: bytes, request: dict[str, Any], flags: dict[str, Any]) -> Any:
+def _executable(program: Program, topology: Topology, flags: dict[str, Any]) -> Any:
     """Compile for all ranks of the topology: as replicas, or partitions of one program."""
     import numpy as np
     from jax._src.lib import xla_client
 
-    devices, order = _devices(request), request["partition_order"]
+    devices, order = _devices(topology), program.partition_order
     assignment = np.array([[devices[rank].id for rank in order or range(len(devices))]])
     options = options_for(assignment if order else assignment.T)
     options.env_option_overrides = [("xla_dump_to", str(_dump())), *flags.items()]
-    code = program if order else stable_hlo(program, partial(_alias, pairs=request["aliases"]))
+    alias = partial(_alias, pairs=program.aliases)
+    code = program.hlo if order else stable_hlo(program.hlo, alias)
     return devices[0].client.compile(code, xla_client.DeviceList(tuple(devices)), options)
 
 
-def _devices(request: dict[str, Any]) -> list[Any]:
+def _devices(topology: Topology) -> list[Any]:
     from jax.experimental import topologies
 
-    name, config = request["topology"], request["chip_config"]
+    config = topology.chip.config
     found: list[Any] = topologies.get_topology_desc(
         platform="tpu",
-        topology_name=name,
-        num_slices=request["slices"],
+        topology_name=topology.slice_name,
+        num_slices=topology.slices,
         **({"chip_config_name": config} if config else {}),
     ).devices
     devices = sorted(found, key=lambda device: device.id)
     coords = [
         (each.core_on_chip, *each.coords, getattr(each, "slice_index", 0)) for each in devices
     ]
-    if coords != request["coords"]:
+    if coords != topology.coords:
         raise RuntimeError(
-            f"the compiler numbers the devices of {name} as {coords}, expected {request['coords']}"
+            f"the compiler numbers the devices of {topology.name} as {coords}, expected "
+            f"{topology.coords}"
         )
     return devices
 

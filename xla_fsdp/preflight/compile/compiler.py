@@ -112,22 +112,14 @@ def _compile(
     max_host_mem: int,
     progress: Callable[[float], None] | None,
 ) -> Compiled:
-    request = {
-        "topology": topology.slice_name,
-        "slices": topology.slices,
-        "chip_config": topology.chip.config,
-        "coords": topology.coords,
-        "aliases": program.aliases,
-        "partition_order": program.partition_order,
-    }
     module, environment = f"{__package__}.compile_child", compiler_environment(topology, flags)
     started = time.monotonic()
     with Child("the TPU compiler", module, environment) as child:
         waiting = partial(_watch, child.process.pid, started, max_host_mem, progress)
-        error, found = child.ask("compile", program.hlo, request, waiting=waiting)
+        error, found = child.ask("compile", program, topology, waiting=waiting)
         if too_large_by := bytes_over_capacity(error):
             try:
-                again, found = child.ask("schedule", program.hlo, request, waiting=waiting)
+                again, found = child.ask("schedule", program, topology, waiting=waiting)
             except CompileError:  # with more memory there may be a report on it
                 raise CompileError(_refusal(error)) from None
             error = error if again else ""

@@ -43,16 +43,16 @@ class _Chips:
 
     def run(self, number: int, arguments: list[list[Any]]) -> list[list[Any]]:
         """Run a program with the arguments of each rank; return the outputs of each rank."""
+        import jax
+
         compiled, devices = self._executables[number]
         by_rank = [
-            [self._put(value, device) for value in values]
+            [jax.device_put(value, device) for value in values]
             for values, device in zip(arguments, devices, strict=True)
         ]
         results = compiled.execute_sharded([list(each) for each in zip(*by_rank, strict=True)])
         outputs = results.disassemble_into_single_device_arrays()
-        return [
-            [_array(np.asarray(each[rank])) for each in outputs] for rank in range(len(devices))
-        ]
+        return [[np.asarray(each[rank]) for each in outputs] for rank in range(len(devices))]
 
     def memory(self, number: int) -> int:
         """Return the bytes that a run of a program takes on all its devices."""
@@ -60,23 +60,6 @@ class _Chips:
         found = compiled.get_compiled_memory_stats()
         each = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
         return len(devices) * int(each)
-
-    def _put(self, value: Any, device: Any) -> Any:
-        import jax
-
-        dtype, shape, data = value
-        return jax.device_put(data.view(_dtype(dtype)).reshape(shape), device)
-
-
-def _dtype(name: str) -> Any:
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name, None) or name)
-
-
-def _array(value: np.ndarray[Any, Any]) -> Any:
-    flat = np.ascontiguousarray(value).reshape(-1)
-    return value.dtype.name, value.shape, flat.view(np.uint8)
 
 
 # ---------------------------------------------------------------- programs

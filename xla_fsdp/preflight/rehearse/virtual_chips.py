@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +60,8 @@ class VirtualChips:
         hlo = same_program([each.hlo for each in requests])
         number = self._compiled(hlo, len(requests))
         self.runs.append(number)
-        arguments = [[to_array(value) for value in each.inputs] for each in requests]
-        return [
-            [to_tensor(*each) for each in outputs]
-            for outputs in self._ask("run", number, arguments)
-        ]
+        arguments = [[*map(to_array, each.inputs)] for each in requests]
+        return [[*map(to_tensor, outputs)] for outputs in self._ask("run", number, arguments)]
 
     def is_joint(self, number: int) -> bool:
         """Return whether program ``number`` is one of all ranks together."""
@@ -116,23 +112,25 @@ def same_program(programs: Sequence[bytes]) -> bytes:
 
 # ---------------------------------------------------------------- values on their way
 
-Array = tuple[str, tuple[int, ...], np.ndarray[Any, Any]]
-"""dtype, shape, and the bytes as uint8."""
+Array = np.ndarray[Any, Any]
 
 
 def to_array(tensor: Tensor) -> Array:
-    """Return a host tensor as it is sent."""
+    """Return a host tensor as it is sent, of a dtype of ``ml_dtypes`` if numpy has none."""
+    import ml_dtypes
     import torch
 
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy()
+    name = str(tensor.dtype).removeprefix("torch.")
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return data.view(getattr(ml_dtypes, name, None) or name).reshape(tensor.shape)
 
 
-def to_tensor(dtype: str, shape: tuple[int, ...], data: np.ndarray[Any, Any]) -> Tensor:
+def to_tensor(array: Array) -> Tensor:
     """Return what ``to_array`` was given."""
     import torch
 
-    if not math.prod(shape):
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-    writable = data if data.flags.writeable else data.copy()
-    return torch.from_numpy(writable).view(getattr(torch, dtype)).reshape(shape)
+    dtype = getattr(torch, array.dtype.name)
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
+    writable = array if array.flags.writeable else array.copy()
+    return torch.from_numpy(writable.reshape(-1).view(np.uint8)).view(dtype).reshape(array.shape)

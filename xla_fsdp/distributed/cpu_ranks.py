@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -435,6 +435,10 @@ class RankThread(threading.Thread):
         self.rank = rank
         self.process = os.getpid()
         self._steps = steps
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Let no other rank into such a block, or seed, until this one is left."""
+        return self.rank_run.turn(self.rank)
 
     def run(self) -> None:
         """Run the steps in order; record exceptions as failures of the run."""

@@ -213,7 +213,7 @@ def one_rank_at_a_time() -> Iterator[None]:
     block raises RuntimeError, as the other ranks could not join it.
     """
     thread = current_rank_thread()
-    with contextlib.nullcontext() if thread is None else thread.rank_run.turn(thread.rank):
+    with contextlib.nullcontext() if thread is None else thread.turn():
         yield
 
 

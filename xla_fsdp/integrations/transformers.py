@@ -34,8 +34,8 @@ from xla_fsdp.state.model import full_state_dict
 from xla_fsdp.state.train_checkpoint import save_checkpoint
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from xla_fsdp.xla import ops
-from xla_fsdp.xla.hooks import surround
 from xla_fsdp.xla.host import exchange
+from xla_fsdp.xla.ops import surround
 
 require("transformers", "accelerate")
 

@@ -61,7 +61,7 @@ from xla_fsdp.fsdp.engine.thread import package_code
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
 from xla_fsdp.optim.optimizers import check_steps, params_of, steps_elementwise
 from xla_fsdp.xla import ops, torch_xla
-from xla_fsdp.xla.hooks import surround
+from xla_fsdp.xla.ops import surround
 
 xm: Any = torch_xla.core.xla_model
 

@@ -64,7 +64,7 @@ def run_slot() -> RunSlot:
     """Return this process's slot; the first call replaces torch_xla's functions."""
     # They stay replaced: modules imported during a run may have imported them by name.
     slot = RunSlot()
-    hooks.surround(
+    ops.surround(
         *(
             (owner, name, functools.partial(_call, slot, instead))
             for owner, name, instead in IN_RUNS

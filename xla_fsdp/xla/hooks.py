@@ -34,24 +34,6 @@ _readers: dict[str, Any] = {}  # by device: backward hooks run in another thread
 _installing = Lock()
 
 
-def surround(*replaced: tuple[Any, str, Callable[..., Any]]) -> None:
-    """For each (owner, name, by), let ``owner.name(...)`` call ``by(original, ...)``, unless it
-    calls a ``by`` already."""
-    for owner, name, by in replaced:
-        original = getattr(owner, name)
-        if not getattr(original, "is_of_xla_fsdp", False):
-            setattr(owner, name, _surrounded(original, by))
-
-
-def _surrounded(original: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def surrounded(*args: Any, **kwargs: Any) -> Any:
-        return by(original, *args, **kwargs)
-
-    surrounded.is_of_xla_fsdp = True  # type: ignore[attr-defined]
-    return surrounded
-
-
 @contextmanager
 def reading_by(reader: Any) -> Iterator[None]:
     """Tell ``reader`` of the reads of the caller's device inside the block.
@@ -83,7 +65,7 @@ def install() -> None:
 
 @functools.cache
 def _install() -> torch.library.Library:
-    surround(
+    ops.surround(
         *((owner, name, functools.partial(_read, name)) for owner, name in READS),
         (torch_xla._XLAC, "_xla_step_marker", _step_marker),
     )

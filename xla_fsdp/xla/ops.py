@@ -567,3 +567,24 @@ def get_rng_state(on: torch.device) -> int:
 def set_rng_state(state: int, on: torch.device) -> None:
     """Set the state of a device's random number generator."""
     xm.set_rng_state(state, str(on))
+
+
+# ---------------------------------------------------------------- functions in the place of others
+
+
+def surround(*replaced: tuple[Any, str, Callable[..., Any]]) -> None:
+    """For each (owner, name, by), let ``owner.name(...)`` call ``by(original, ...)``, unless it
+    calls a ``by`` already."""
+    for owner, name, by in replaced:
+        original = getattr(owner, name)
+        if not getattr(original, "is_of_xla_fsdp", False):
+            setattr(owner, name, _surrounded(original, by))
+
+
+def _surrounded(original: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        return by(original, *args, **kwargs)
+
+    surrounded.is_of_xla_fsdp = True  # type: ignore[attr-defined]
+    return surrounded

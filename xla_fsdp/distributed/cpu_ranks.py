@@ -421,9 +421,10 @@ class Run:
         # to do so while files are read.
         del frame
         places = traceback.StackSummary.extract(callers, lookup_lines=False)
-        starts = (threading.__file__, __file__)  # how the thread was started is left out
-        own = [each for each in places if each.filename not in starts] or places
-        return "".join(traceback.StackSummary.from_list(own[:STACK_LINES][::-1]).format())
+        # How the thread was started is left out.
+        while len(places) > 1 and places[-1].filename in (threading.__file__, __file__):
+            places.pop()
+        return "".join(traceback.StackSummary.from_list(places[:STACK_LINES][::-1]).format())
 
 
 class RankThread(threading.Thread):

@@ -15,8 +15,10 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -60,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(program: Program, options: argparse.Namespace) -> int:
-    spaces = _Namespaces(program)
+    mains: _Mains = defaultdict(partial(_new_main, program))
     try:
-        with _as_main(program, options.args, spaces.of_rank_0):
+        with _as_main(program, options.args, mains[0]):  # pickle looks names up in that of rank 0
             if options.compat:
-                _run_once(program, spaces, options.num_ranks)
+                _run_once(program, mains[0], options.num_ranks)
             else:
-                _run_on_ranks(program, spaces, options.num_ranks)
+                _run_on_ranks(program, mains, options.num_ranks)
     except ValueError as error:
         return _usage_error(str(error))
     except (_ProgramError, RankError) as error:
@@ -126,35 +128,28 @@ def _load_module(name: str) -> Program:
     return Program(code, path, path, str(Path.cwd()), spec)
 
 
-class _Namespaces:
-    """One ``__main__`` per rank; rank 0's exists first, because pickle looks names up in it."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self.of_rank_0 = self._fresh()
-        self._others: dict[int, ModuleType] = {}
-
-    def of_rank(self, rank: int) -> ModuleType:
-        return self._others.setdefault(rank, self._fresh()) if rank else self.of_rank_0
-
-    def _fresh(self) -> ModuleType:
-        module = ModuleType("__main__")
-        module.__file__ = self._program.path
-        module.__spec__ = self._program.spec
-        module.__package__ = self._program.spec.parent if self._program.spec else None
-        return module
+_Mains = Mapping[int, ModuleType]
+"""One ``__main__`` per rank, made where it is asked for."""
 
 
-def _run_on_ranks(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
+def _new_main(program: Program) -> ModuleType:
+    module = ModuleType("__main__")
+    module.__file__ = program.path
+    module.__spec__ = program.spec
+    module.__package__ = program.spec.parent if program.spec else None
+    return module
+
+
+def _run_on_ranks(program: Program, mains: _Mains, num_ranks: int | None) -> None:
     def start_state(found: ProcessState, rank: int) -> ProcessState:
-        return replace(found, main=spaces.of_rank(rank), random=RandomState.fresh())
+        return replace(found, main=mains[rank], random=RandomState.fresh())
 
-    launch_script(_run_in_rank, (program, spaces), num_ranks, start_state)
+    launch_script(_run_in_rank, (program, mains), num_ranks, start_state)
 
 
-def _run_in_rank(rank: int, program: Program, spaces: _Namespaces) -> None:
+def _run_in_rank(rank: int, program: Program, mains: _Mains) -> None:
     _forget_absl_flags()
-    exec(program.code, vars(spaces.of_rank(rank)))
+    exec(program.code, vars(mains[rank]))
 
 
 def _forget_absl_flags() -> None:
@@ -167,7 +162,7 @@ def _forget_absl_flags() -> None:
         absl_flags.FLAGS.unparse_flags()
 
 
-def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> None:
+def _run_once(program: Program, main_module: ModuleType, num_ranks: int | None) -> None:
     with root_logger_kept():
         from xla_fsdp import compat
         from xla_fsdp.xla.cpu_rank_patches import run_slot
@@ -185,7 +180,7 @@ def _run_once(program: Program, spaces: _Namespaces, num_ranks: int | None) -> N
 
     run_slot().start_ranks = start_ranks
     try:
-        exec(program.code, vars(spaces.of_rank_0))
+        exec(program.code, vars(main_module))
     except RankError:
         raise
     except Exception as error:  # the program may raise anything

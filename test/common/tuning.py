@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from xla_fsdp import Recipe
 from xla_fsdp.preflight import CompileError
 from xla_fsdp.preflight.compile import compiler
+from xla_fsdp.preflight.compile.compiler import Compiled
 from xla_fsdp.preflight.search import trials, tuning
 from xla_fsdp.preflight.topologies import Topology
 from xla_fsdp.preflight.trace.program import Program, Traced
@@ -100,7 +100,7 @@ class FakeCompiler:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Take the place of tracing and of the compiler's process."""
         monkeypatch.setattr(trials, "traced_on", self._trace)
-        monkeypatch.setattr(compiler, "_run_child", self._run_child)
+        monkeypatch.setattr(compiler, "_compile", self._compile)
         for module in (trials, tuning):
             monkeypatch.setattr(module, "monotonic", lambda: self.now)
 
@@ -119,10 +119,15 @@ class FakeCompiler:
         length = 10_000 if cost.is_loop else 10_000 * depth
         return Traced((Program(words.ljust(length), (), ()),))
 
-    def _run_child(
-        self, folder: Path, environment: Any, max_host_mem: int, progress: Callable[[float], None]
-    ) -> None:
-        facts = json.loads((folder / "program.pb").read_bytes())
+    def _compile(
+        self,
+        program: Program,
+        topology: Topology,
+        flags: str,
+        max_host_mem: int,
+        progress: Callable[[float], None],
+    ) -> Compiled:
+        facts = json.loads(program.hlo)
         with self._lock:
             self._running += 1
             self.most_at_once = max(self.most_at_once, self._running)
@@ -135,10 +140,9 @@ class FakeCompiler:
         if "killed" in facts["refused"]:
             raise CompileError("the TPU compiler ended with exit code -9")
         if facts["refused"]:
-            result = {"error": f"JaxRuntimeError: {facts['refused']}"}
-            (folder / "result.json").write_text(json.dumps(result))
-            return
-        _write(folder, facts)
+            refused = compiler._refusal(f"JaxRuntimeError: {facts['refused']}")
+            raise compiler._FailsAgainError(refused)
+        return _compiled(facts)
 
     def _wait(self, progress: Callable[[float], None]) -> None:
         for passed in range(self.seconds):
@@ -149,17 +153,19 @@ class FakeCompiler:
             time.sleep(0.01)
 
 
-def _write(folder: Path, facts: dict[str, Any]) -> None:
+def _compiled(facts: dict[str, Any]) -> Compiled:
     lacks = max(facts["mib"] - facts["mib_of_chip"], 0.0)
     cycles = round(facts["ms"] * (1.5 if lacks else 1.0) / 1e3 * CLOCK_HZ)
-    (folder / "optimized.txt").write_text(MODULE.format(cycles=cycles))
-    (folder / "dump").mkdir()
     size, on_host = (round(facts[name] * MIB) for name in ("mib", "host_mib"))
-    assignment = (
-        f"allocation 0: size {size}, maybe-live-out\n"
-        f"allocation 1: size {on_host}, color 5, preallocated-temp:\n"
+    return Compiled(
+        arguments=0,
+        outputs=size,
+        temporaries=0,
+        on_host=on_host,
+        text=MODULE.format(cycles=cycles),
+        code=0,
+        too_large_by=round(lacks * MIB),
+        seconds=0,
+        cpu_seconds=0,
+        peak_host_bytes=0,
     )
-    (folder / "dump" / "x-buffer-assignment.txt").write_text(assignment)
-    keys = ("code", "seconds", "cpu_seconds", "peak_host_bytes")
-    result = {**dict.fromkeys(keys, 0), "too_large_by": round(lacks * MIB)}
-    (folder / "result.json").write_text(json.dumps(result))

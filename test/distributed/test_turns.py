@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from xla_fsdp.distributed.turns import TurnRun
 
 RANKS = 3
@@ -37,16 +35,23 @@ def test_one_rank_runs_until_it_needs_the_others() -> None:
     assert sorted(order[RANKS:]) == [(rank, "after") for rank in range(RANKS)]
 
 
-def test_an_error_in_a_meeting_reaches_every_rank() -> None:
+def test_an_error_in_a_meeting_ends_all_ranks() -> None:
     def refuse(brought: list[Any]) -> list[Any]:
         raise ValueError("no")
 
     def fn(rank: int, turns: TurnRun) -> Any:
-        with pytest.raises(RuntimeError, match=r"^no$"):
-            turns.meet(rank, "it", rank, refuse)
-        return turns.meet(rank, "it", rank, lambda brought: brought)
+        return turns.meet(rank, "it", rank, refuse)
 
-    assert run(fn) == ([0, 1, 2], [])
+    assert run(fn) == ([None] * RANKS, ["rank 0 raised ValueError: no"])
+
+
+def test_several_meetings_deliver_what_was_brought_to_each() -> None:
+    def fn(rank: int, turns: TurnRun) -> Any:
+        first = turns.meet(rank, "it", rank, lambda brought: brought)
+        return first, turns.exchange(rank, bytes([rank])), turns.meet(rank, "it", 2 * rank, list)
+
+    each = [b"\0", b"\1", b"\2"]
+    assert run(fn) == ([(0, each, 0), (1, each, 2), (2, each, 4)], [])
 
 
 def test_meetings_for_different_reasons_are_refused() -> None:
@@ -54,8 +59,7 @@ def test_meetings_for_different_reasons_are_refused() -> None:
         turns.meet(rank, "a sync" if rank else "a read", rank, lambda brought: brought)
 
     _, [failure] = run(fn)
-    expected = "the ranks meet for different reasons: a read on ranks [0]; a sync on ranks [1, 2]"
-    assert expected in failure
+    assert "number 1 is a read on ranks [0]; a sync on ranks [1, 2]. Every rank must" in failure
 
 
 def test_a_rank_that_returns_early_is_named() -> None:
@@ -64,4 +68,4 @@ def test_a_rank_that_returns_early_is_named() -> None:
             turns.meet(rank, "a sync", rank, lambda brought: brought)
 
     _, [failure] = run(fn)
-    assert "ranks [0, 2] wait for a sync, but ranks [1] have already returned" in failure
+    assert "to run a sync, but ranks [1] have already returned" in failure

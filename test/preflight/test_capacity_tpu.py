@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from xla_fsdp.preflight.compile.compile_child import bytes_over_capacity
 from xla_fsdp.preflight.compile.compiler import (
     Buffers,
     Compiled,
     CompileError,
     assigned_buffers,
+    bytes_over_capacity,
     compile_program,
 )
 from xla_fsdp.preflight.topologies import CHIPS, MIB, find_topology

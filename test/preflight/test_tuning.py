@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from test.common.example_report import report
+from test.common.ranks import ROOT
 from test.common.tuning import MIB, Cost, FakeCompiler
 from xla_fsdp import Recipe
 from xla_fsdp.preflight import CompileError, Tuned, tune
@@ -48,6 +49,8 @@ COSTS = {
     "fast": Cost(mib_per_layer_and_sample=100, is_loop=True),
     "plain": Cost(mib_per_layer_and_sample=400),
 }
+
+NOTHING_RUNS = "Nothing that was compiled in full runs on v5e:4x4; see why above."
 
 Search = Callable[..., tuple[Tuned, FakeCompiler]]
 
@@ -364,19 +367,19 @@ def test_a_step_that_raises_every_way_is_told_once(search: Search, recipes: list
     tuned, fake = search(lambda recipe: Cost(raises="no such file"), choices={"recipe": recipes})
     assert fake.compiled == []
     ways = [f"  {each.name} shard=16" for each in recipes]
-    number = "all 3 ways that were" if len(recipes) == 3 else "the only way that was"
     assert tuned.text().splitlines() == [
         "ValueError: no such file:",
         *ways,
         "",
-        f"Nothing runs on v5e:4x4: {number} tried failed, for the reason above.",
+        NOTHING_RUNS,
     ]
     assert "no such file" in tuned_page(tuned)
 
 
 def test_ways_that_fail_for_several_reasons_are_told(search: Search) -> None:
     tuned, _ = search(lambda recipe: Cost(raises=f"no {recipe.name}"))
-    assert tuned.text().endswith("all 3 ways that were tried failed, for the reasons above.")
+    reasons = "".join(f"ValueError: no {each}:\n  {each} shard=16\n\n" for each in COSTS)
+    assert tuned.text() == reasons + NOTHING_RUNS
 
 
 def test_a_second_search_compiles_nothing_and_an_interrupted_one_goes_on(
@@ -406,11 +409,11 @@ def test_a_limit_of_memory_that_was_too_low_may_be_raised(
 ) -> None:
     limits: list[int] = []
 
-    def run_child(folder: Path, environment: Any, limit: int, progress: Any) -> None:
+    def compile_it(program: Any, topology: Any, flags: str, limit: int, progress: Any) -> None:
         limits.append(limit)
         raise compiler._FailsAgainError("too much", limit)
 
-    monkeypatch.setattr(compiler, "_run_child", run_child)
+    monkeypatch.setattr(compiler, "_compile", compile_it)
     program, slice_ = Program(b"", (), ()), find_topology("v5e:2x2")
     for limit in (10, 10, 5, 20):
         with pytest.raises(CompileError, match="too much"):
@@ -448,7 +451,8 @@ def test_nothing_is_known_if_the_budget_ends_first(search: Search) -> None:
     assert fake.compiled == []
     assert fake.now <= 21
     assert tuned.best is None
-    assert tuned.text().endswith("The search for v5e:4x4 ended before anything was compiled.")
+    assert tuned.text().startswith("the search ended before it was compiled:\n  ")
+    assert tuned.text().endswith(NOTHING_RUNS)
 
 
 def test_what_fails_before_the_budget_ends_is_not_said_to_be_too_large(search: Search) -> None:
@@ -458,9 +462,8 @@ def test_what_fails_before_the_budget_ends_is_not_said_to_be_too_large(search: S
     tuned, _ = search(costs, budget=100, seconds=60)
     assert tuned.best is None
     assert "JaxRuntimeError: no such layout:\n  lean shard=16\n" in tuned.text()
-    assert tuned.text().endswith(
-        "Nothing runs on v5e:4x4 of what was tried before the search ended."
-    )
+    assert "the search ended before it was compiled:\n  " in tuned.text()
+    assert tuned.text().endswith(NOTHING_RUNS)
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
@@ -658,26 +661,31 @@ def test_a_compiler_that_is_killed_is_told_and_tried_again(
     assert not list(tmp_path.glob("cache/*"))
 
 
-def test_a_compiler_ends_with_the_search_that_was_killed(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    os.mkfifo(folder / "request.json")  # which the compiler waits to read
-    search = (
-        "import os, subprocess, sys, time\n"
-        "child = 'xla_fsdp.preflight.compile.compile_child'\n"
-        "command = [sys.executable, '-m', child, sys.argv[1]]\n"
-        "print(subprocess.Popen([*command, str(os.getpid())]).pid, flush=True)\n"
-        "time.sleep(600)\n"
+@pytest.mark.parametrize("request_made", ["None", "'wait'"])
+def test_a_compiler_ends_with_the_search_that_was_killed(tmp_path: Path, request_made: str) -> None:
+    (tmp_path / "waiting.py").write_text(
+        "import time\n"
+        "from xla_fsdp.preflight.compile.child import serve\n"
+        "serve({'wait': lambda: time.sleep(600)})\n"
     )
-    command = [sys.executable, "-c", search, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+    search = (
+        "import os, time\n"
+        "from xla_fsdp.preflight.compile.child import Child\n"
+        "child = Child('the child', 'waiting', {**os.environ})\n"
+        "print(child.process.pid, child.folder, flush=True)\n"
+        f"child.ask({request_made}) if {request_made} else time.sleep(600)\n"
+    )
+    command, paths = [sys.executable, "-c", search], os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        child = int(parent.stdout.readline())
+        child, folder = parent.stdout.readline().split()
+        time.sleep(1.0)  # until it computes
         parent.kill()
     limit = time.monotonic() + 120
     while Path(f"/proc/{child}/cmdline").exists() and time.monotonic() < limit:
         time.sleep(0.1)
-    assert not folder.exists()
+    assert not Path(folder).exists()
 
 
 @pytest.mark.parametrize("word", ["30", "m", "0m", "xm", "infh"])

@@ -89,7 +89,7 @@ class OptimizerNumbers:
     def options(self) -> dict[Key, float]:
         """Return the numbers in the groups of parameters, also those in tuples, by key."""
         found: dict[Key, float] = {}
-        for key, value in self._values():
+        for key, _, value in self._held():
             if isinstance(value, tuple | list):
                 found.update({(*key, n): each for n, each in enumerate(value) if _is_number(each)})
             elif _is_number(value):
@@ -127,7 +127,7 @@ class OptimizerNumbers:
             keys: as of ``traced``.
         """
         options = self.options()
-        found = {id(value): (key, options[key]) for key, value in self._values() if key in options}
+        found = {id(held): (key, options[key]) for key, _, held in self._held() if key in options}
         for count in self.counts():
             found[id(count.state[count.name])] = keys[count.begin], count.read()
         return found
@@ -141,8 +141,8 @@ class OptimizerNumbers:
             keys: of counts, ``keys_of``.
         """
         placed: list[tuple[Key | None, dict[str, Any], str, Any]] = []
-        for number, group, name, value in self._groups():
-            key = ("option", number, name)
+        for key, group, value in self._held():
+            name = key[2]
             if isinstance(value, tuple):
                 parts = (numbers.source((*key, n), e) for n, e in enumerate(value))
                 group[name] = tuple(parts)
@@ -192,17 +192,13 @@ class OptimizerNumbers:
             else:
                 groups[number][name] = value
 
-    def _values(self) -> Iterator[tuple[Key, Any]]:
-        for number, _, name, value in self._groups():
-            yield ("option", number, name), value
-
     def _all_groups(self) -> list[dict[str, Any]]:
         # Each once: an optimizer around another one has the same.
         groups = (group for each in self._optimizers for group in each.param_groups)
         return list({id(group): group for group in groups}.values())
 
-    def _groups(self) -> Iterator[tuple[int, dict[str, Any], str, Any]]:
+    def _held(self) -> Iterator[tuple[Key, dict[str, Any], Any]]:
         for number, group in enumerate(self._all_groups()):
             for name, value in list(group.items()):
                 if name != "params":
-                    yield number, group, name, value
+                    yield ("option", number, name), group, value

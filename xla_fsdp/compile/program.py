@@ -20,7 +20,7 @@ from torch import Tensor
 from xla_fsdp.compile.host_numbers import Expression, evaluate, sources_of
 from xla_fsdp.compile.optimizer_numbers import Count, Key, OptimizerNumbers
 from xla_fsdp.compile.seen import Operation
-from xla_fsdp.compile.slots import Entry, Slot
+from xla_fsdp.compile.slots import Slot
 from xla_fsdp.compile.state import Facts
 from xla_fsdp.fsdp.engine.schedule import Schedule
 from xla_fsdp.fsdp.engine.state import FSDPState
@@ -236,9 +236,9 @@ class Program:
 
     def _differing(self, held: list[Any]) -> str:
         if not self._are_known(held):
-            for value, old, slot in zip(held, self.kinds, self.slots, strict=True):
+            for value, old in zip(held, self.kinds, strict=True):
                 if kind_of(value) != old:
-                    return f"a tensor {old} ({type(slot).__name__}) is now {kind_of(value)}"
+                    return f"a tensor {old} is now {kind_of(value)}"
             self._tensors = [weakref.ref(held[number]) for number in self._kept]
         memories = self._memories_of(held)
         if memories != self._memories and _sharing(memories) != self._sharing:
@@ -434,16 +434,13 @@ class Program:
 
     @functools.cached_property
     def _num_counted(self) -> int:
-        """How many of them are counted."""
         return sum(self._is_counted(at) for at, _ in self._changed_at)
 
     def _is_counted(self, at: int) -> bool:
-        slot = self.slots[at] if at < len(self.slots) else None
-        return not isinstance(slot, Entry) or slot.is_counted
+        return at >= len(self.slots) or self.slots[at].is_counted
 
     @functools.cached_property
     def _new_at(self) -> list[tuple[Slot, int]]:
-        """Slots that get a new tensor, each with the number of its result."""
         return [
             (self.slots[goal[1]], number)
             for number, goals in enumerate(self.outputs)

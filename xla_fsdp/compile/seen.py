@@ -135,9 +135,10 @@ class Seen(TorchFunctionMode):
             if name not in _NO_OPERATIONS:
                 called = f"{name}{_shown(args)}{_shown(kwargs) if kwargs else ''}"
                 self.operations.append((called.replace("'", ""), place))
-            if name in DRAWS and not _on_device(result):
+            on_device = isinstance(result, Tensor) and result.is_xla  # type: ignore[attr-defined]
+            if name in DRAWS and not on_device:
                 self.draws.setdefault(str(place))
-            if from_host and isinstance(result, Tensor) and result.is_xla:  # type: ignore[attr-defined]
+            if from_host and on_device:
                 self.places.setdefault(tuple(result.shape), place)
         return result
 
@@ -212,10 +213,6 @@ class Seen(TorchFunctionMode):
         if number == begin + 1:
             return self._numbers.traced(number, (operator.add, source, ("constant", 1)))
         return None
-
-
-def _on_device(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_xla  # type: ignore[attr-defined]
 
 
 class _HostDraws:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from xla_fsdp.compile.optimizer_numbers import OptimizerNumbers
-from xla_fsdp.compile.slots import Entry, Gradient, Inside, Slot, Way
+from xla_fsdp.compile.slots import Slot, Way
 from xla_fsdp.distributed.context_parallel import context_key
 from xla_fsdp.fsdp.engine.module_state import units_in
 from xla_fsdp.fsdp.engine.state import FSDPState
@@ -189,7 +189,6 @@ class State:
         return [(*place, shown([(old, new)])) for place, old, new in pairs if old != new]
 
     def _find_namesakes(self) -> dict[tuple[str, ...], list[nn.Module]]:
-        """Return the modules by the names of their plain attributes."""
         found: dict[tuple[str, ...], list[nn.Module]] = {}
         for module in self.modules:
             names = sorted(name for name, each in vars(module).items() if _is_plain(each))
@@ -264,28 +263,29 @@ class State:
             for mapping in (module._parameters, module._buffers, vars(module)):
                 is_counted = mapping is not module._parameters
                 for name, _ in mapping.items():  # of a wrapper none: the module inside has them
-                    yield f"{label}.{name}", Entry(mapping, name, is_counted)
+                    yield f"{label}.{name}", Slot(mapping, (("item", name),), is_counted)
         for param in self.params:
-            yield "a gradient", Gradient(param)
+            yield "a gradient", Slot(param, (("attribute", "grad"),))
         for number, optimizer in enumerate(self.optimizers):
             for state in optimizer.state.values():
                 if isinstance(state, dict):
                     for name in state:
-                        yield f"{_name(optimizer, number)}'s {name}", Entry(state, name, False)
+                        slot = Slot(state, (("item", name),), is_counted=False)
+                        yield f"{_name(optimizer, number)}'s {name}", slot
             for group in optimizer.param_groups:
                 for name in group:
-                    yield f"{_name(optimizer, number)}'s {name}", Entry(group, name)
+                    yield f"{_name(optimizer, number)}'s {name}", Slot(group, (("item", name),))
                 for at, param in enumerate(group["params"]):
                     if id(param) not in in_modules:
-                        slot = Inside(group, (("item", "params"), ("item", at)))
+                        slot = Slot(group, (("item", "params"), ("item", at)))
                         yield f"a parameter of {_name(optimizer, number)}", slot
         for unit in self.units:
             for way in unit.group.replay_places():
-                yield "an unreduced gradient", Inside(unit.group, way)
+                yield "an unreduced gradient", Slot(unit.group, way)
         for label, value, way, inner in self._contents():
             is_attribute = isinstance(value, nn.Module) and len(way) == 1  # it is above
             if isinstance(inner, Tensor) and not is_attribute:
-                yield f"{label}{_shown_way(way)}", Inside(value, way)
+                yield f"{label}{_shown_way(way)}", Slot(value, way)
 
     def _find_params(self) -> list[Tensor]:
         in_modules = (p for module in self.modules for p in module._parameters.values())
@@ -372,7 +372,6 @@ def _shown_way(way: Way) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether this is a plain value, a choice, or a tuple of such."""
     return isinstance(value, PLAIN + CHOICES) or (
         isinstance(value, tuple) and all(map(_is_plain, value))
     )

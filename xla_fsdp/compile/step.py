@@ -288,7 +288,6 @@ class _RankStep:
         return True, pytree.tree_unflatten(found, program.tree)
 
     def _is_due(self, program: Program) -> bool:
-        """Return whether the next replay of a program is checked."""
         replay, every = program.replays + 1, self._options.check
         if every is not None:
             return every > 0 and replay % every == 0
@@ -385,7 +384,6 @@ class _RankStep:
         return reason
 
     def _new_arguments(self, key: Any) -> str:
-        """Say how the arguments differ from those of the program that came last."""
         (old_tree, *old), (tree, *new) = next(reversed(self._programs)), key
         if old_tree != tree:
             return "arguments in other containers, or another number of them"

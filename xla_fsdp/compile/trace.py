@@ -299,7 +299,6 @@ class Trace:
         return view
 
     def _find_on_host(self) -> str:
-        """Say which tensor of the host, in the state, the step has changed."""
         for label, tensor, version in self._on_host:
             if tensor._version != version:
                 return f"the step changes {label}, a tensor of the host; keep it on the device"
@@ -398,7 +397,6 @@ def _grad_of(value: Any) -> Tensor | None:
 
 
 def _by_tensor(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group Python tensors that are the same XLA tensor."""
     groups: dict[int, list[Tensor]] = {}
     for each in tensors:
         groups.setdefault(tensor_id(each), []).append(each)
@@ -469,7 +467,6 @@ class _Traced:
         return [kind_of(self._trace.before.get(slot.where)) for slot in self.slots]
 
     def emptied(self) -> list[int]:
-        """Return the slots that hold nothing after the step."""
         return [self._number(where) for where in self._trace.slots if where not in self._after]
 
     def references(self) -> tuple[list[Reference], list[HostInput]]:

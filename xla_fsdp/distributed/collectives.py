@@ -258,7 +258,6 @@ class RingCollectives(XlaCollectives):
     def _around(
         self, summand: Callable[[Tensor], Tensor], width: int, *, in_small_sends: bool = False
     ) -> Tensor:
-        """Reduce around the rings of the first step, and then in the others."""
         rows = ring_reduce_scatter(summand, self._steps[0], self._order(0))
         for step in range(1, len(self._steps)):
             chunks = rows.reshape(len(self._steps[step][0]), -1, width)
@@ -464,7 +463,7 @@ def communication_for(
     if sharding_groups is None or sharding_rank is None or sharding_world_size is None:
         everyone = all_ranks()
         return Communication(everyone, everyone)
-    own = _over(sharding_groups, sharding_rank, sharding_world_size)
+    own = over(sharding_groups, sharding_rank, sharding_world_size)
     return Communication(own, own, groups=sharding_groups, covers_all=False)
 
 
@@ -473,7 +472,7 @@ def all_ranks() -> Collectives:
     known = _of_all_ranks.setdefault(ops.runtime(), {})
     rank, size = ops.rank(), ops.world_size()
     if (rank, size) not in known:
-        known[rank, size] = _over(None, rank, size)
+        known[rank, size] = over(None, rank, size)
     return known[rank, size]
 
 
@@ -527,12 +526,13 @@ def check_mesh(mesh: Mesh) -> None:
 def along(mesh: Mesh, experts: Collectives | None = None) -> Collectives:
     """Return collectives over this rank's group along all axes of ``mesh``; ``experts`` are those
     among ranks that hold the same experts."""
-    return _over(mesh.groups(), mesh.local_rank(ops.rank()), mesh.size(), experts)
+    return over(mesh.groups(), mesh.local_rank(ops.rank()), mesh.size(), experts)
 
 
-def _over(
+def over(
     groups: Groups | None, rank: int, size: int, experts: Collectives | None = None
 ) -> Collectives:
+    """Return collectives over groups of ``size`` ranks, of which the caller is number ``rank``."""
     if size == 1:
         return LocalCollectives()
     return XlaCollectives(groups, rank, size, experts=experts)

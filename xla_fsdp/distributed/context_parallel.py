@@ -294,7 +294,6 @@ def _check_buffers(axis: ContextAxis, buffers: list[Tensor], dims: list[int]) ->
 
 
 def _is_restored(buffers: list[Tensor], but: Iterable[Tensor]) -> list[bool]:
-    """Return, for each buffer, whether it is to be restored."""
     stay = [id(each) for each in but]
     if not set(stay) <= set(map(id, buffers)):
         raise ValueError("no_restore_buffers has tensors that are not among buffers")

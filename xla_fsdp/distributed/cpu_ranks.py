@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from xla_fsdp.distributed.advice import advice
 from xla_fsdp.distributed.process_state import ProcessState
@@ -49,6 +48,8 @@ MORE_BATCHES = (
     "a rank whose data has a batch more than the others' (DataLoader(..., drop_last=True) with a "
     "DistributedSampler gives all as many)"
 )
+
+Name = TypeVar("Name", str, bytes)
 
 RankSetup = Callable[[int], None]
 """What a rank's thread does before or after the user's function, given its number."""
@@ -75,7 +76,7 @@ class Arrival:
 
     since: float
     collectives: tuple[str, ...]
-    data: bytes
+    data: Any
 
 
 @dataclass
@@ -118,7 +119,7 @@ class Run:
         self._shared_main = sys.modules["__main__"]
         self._starting = self.num_ranks if self.set_up is None else 0  # ranks below have started
         self._starter_used = (-1, 0.0, 0.0)  # its number, CPU seconds, when those grew
-        self._delivered: list[bytes] = []  # at the gate that has opened last
+        self._delivered: list[Any] = []  # at the gate that has opened last
 
     # ------------------------------------------------------------ called by the ranks
 
@@ -152,7 +153,7 @@ class Run:
         self._traced[rank].clear()
         self.in_collectives.discard(rank)
 
-    def pass_gate(self, rank: int, data: bytes = b"") -> list[bytes]:
+    def pass_gate(self, rank: int, data: Any = None) -> list[Any]:
         """Wait until every rank is here with the same collectives; return the ``data`` of every
         rank, in order. Raises Unwind if that fails."""
         self._let_others_in(rank)
@@ -165,6 +166,7 @@ class Run:
                 self._fail_early_return()
             elif len(self._at_gate) == self.num_ranks:
                 self._open_gate()
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._gates_opened > opened_before or self.failures)
             if self._gates_opened == opened_before:
                 raise Unwind
@@ -204,7 +206,6 @@ class Run:
             self._gates_opened += 1
             self._to_execute = set(range(self.num_ranks))
             self._executing_since = None
-            self._changed.notify_all()
         else:
             self.fail(difference)
 
@@ -412,25 +413,18 @@ class Run:
 
     def stack(self, rank: int) -> str:
         """Return the innermost Python lines of a rank's thread, as text."""
-        # Not traceback.extract_stack, which reads files while it has the frames: meanwhile what a
-        # function leaves has not ended, and a block that a loop traces seems to keep its tensors.
-        places = _places(sys._current_frames().get(self.threads[rank].ident or 0))
-        if not places:
+        frame = sys._current_frames().get(self.threads[rank].ident or 0)
+        if frame is None:
             return "    (its thread has ended)\n"
-        begin = 0  # leave out how the thread was started
-        while begin < len(places) - 1 and places[begin][0] in (threading.__file__, __file__):
-            begin += 1
-        return "".join(traceback.StackSummary.from_list(places[begin:][-STACK_LINES:]).format())
-
-
-def _places(frame: FrameType | None) -> list[tuple[str, int, str, None]]:
-    """Return file, line and function of a frame and its callers, outermost first; the source is to
-    be looked up."""
-    found = []
-    while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None))
-        frame = frame.f_back
-    return found[::-1]
+        callers = traceback.walk_stack(frame)
+        # What has the frame of a function keeps its tensors: a block that a loop traces would seem
+        # to do so while files are read.
+        del frame
+        places = traceback.StackSummary.extract(callers, lookup_lines=False)
+        # How the thread was started is left out.
+        while len(places) > 1 and places[-1].filename in (threading.__file__, __file__):
+            places.pop()
+        return "".join(traceback.StackSummary.from_list(places[:STACK_LINES][::-1]).format())
 
 
 class RankThread(threading.Thread):
@@ -499,9 +493,9 @@ def first_difference(traced: Sequence[Sequence[str]]) -> Failure | None:
     return None
 
 
-def ranks_by_name(names: Sequence[str]) -> dict[str, list[int]]:
+def ranks_by_name(names: Sequence[Name]) -> dict[Name, list[int]]:
     """Return which ranks have each name; ``names`` has that of each rank."""
-    found: dict[str, list[int]] = {}
+    found: dict[Name, list[int]] = {}
     for rank, name in enumerate(names):
         found.setdefault(name, []).append(rank)
     return found

@@ -34,17 +34,13 @@ def all_gather(x: Tensor, dim: int = 0, mesh: Any = None) -> Tensor:
     """
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"x has {x.dim()} dims, and no dim {dim}")
-    groups, size = _groups(mesh)
+    how: dict[str, Any] = {"groups": None, "dim": dim % x.dim()}
+    size = ops.world_size()
+    if mesh is not None:
+        own = as_mesh(mesh)
+        check_mesh(own)
+        how["groups"], size = own.groups(), own.size()
     if size == 1:
         return x
-    how: dict[str, Any] = {"groups": groups, "dim": dim % x.dim()}
     gather, scatter = partial(ops.all_gather, **how), partial(ops.reduce_scatter, **how)
     return mapped(x, gather, partial(scatter, shard_count=size))
-
-
-def _groups(mesh: Any) -> tuple[ops.Groups, int]:
-    if mesh is None:
-        return None, ops.world_size()
-    own = as_mesh(mesh)
-    check_mesh(own)
-    return own.groups(), own.size()

@@ -151,7 +151,6 @@ def launch(
 
 
 def _with_cache(fn: Callable[..., T], folder: str, *args: Any) -> T:
-    """Call ``fn`` in a process that keeps compiled programs."""
     import torch_xla.runtime as xr
 
     own = os.path.join(folder, f"process-{xr.process_index()}")
@@ -165,7 +164,6 @@ _caching = threading.Lock()
 
 
 def _check_arguments(fn: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Raise TypeError unless ``fn`` takes a rank and ``args``."""
     try:
         inspect.signature(fn).bind(0, *args)
     except ValueError:  # of a function of C, which does not tell
@@ -444,7 +442,8 @@ def _exit_blocked(failure: Failure, blocked: list[int]) -> NoReturn:
         f"{failure.message}\nRanks {blocked} do not stop (they may be blocked in a "
         "collective that cannot complete any more): the process ends here."
     )
-    _exit_now(_exit_code_of(failure.error) or BLOCKED_EXIT_CODE)
+    code = failure.error.code if isinstance(failure.error, SystemExit) else None
+    _exit_now(code if isinstance(code, int) else BLOCKED_EXIT_CODE)  # it may be a text
 
 
 def _end_interrupted(run: Run) -> None:
@@ -456,14 +455,6 @@ def _end_interrupted(run: Run) -> None:
     if blocked:
         _say(f"interrupted; ranks {blocked} are blocked, the process ends without them")
         _exit_now(INTERRUPTED_EXIT_CODE)
-
-
-def _exit_code_of(error: BaseException | None) -> int:
-    """Return the exit code that Python would use if ``error`` ended the program."""
-    if isinstance(error, SystemExit):
-        code = error.code
-        return code if isinstance(code, int) else int(code is not None)
-    return int(error is not None)
 
 
 def _exit_now(code: int) -> NoReturn:

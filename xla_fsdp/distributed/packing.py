@@ -173,7 +173,6 @@ class Bucket:
 
     @property
     def _in_tiles(self) -> bool:
-        """Whether each of the flat tensors is whole tiles."""
         return all(size and size % TILE == 0 for size in self.sizes)
 
     def pack(self, shards: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:

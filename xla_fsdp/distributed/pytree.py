@@ -130,7 +130,6 @@ def _frozen_parts(node: Any) -> Sequence[Any] | None:
 
 
 def _frozen_like(node: Any, parts: list[Any]) -> Any:
-    """Return a copy of ``node`` that holds these parts."""
     kind = type(node)
     if issubclass(kind, tuple):
         return kind._make(parts) if hasattr(kind, "_make") else kind(parts)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from xla_fsdp.integrations import UntestedVersionError, require
 from xla_fsdp.nn.attention.api import attention
-from xla_fsdp.optim.guards import surround
 from xla_fsdp.recipe import attention as by_name
 from xla_fsdp.recipe.attention import NAME
+from xla_fsdp.xla.ops import surround
 
 MOST_SCORES = 96 * 2**30  # bytes: the memory of the largest chip, a v5p
 

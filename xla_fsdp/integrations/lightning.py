@@ -16,9 +16,9 @@ from typing import Any
 from xla_fsdp import compat
 from xla_fsdp.distributed.launcher import launch
 from xla_fsdp.integrations import require
-from xla_fsdp.optim.guards import surround
 from xla_fsdp.recipe.apply import parallelize
 from xla_fsdp.xla.cpu_rank_patches import run_slot
+from xla_fsdp.xla.ops import surround
 
 require("lightning-fabric" if find_spec("lightning_fabric") else "lightning")
 

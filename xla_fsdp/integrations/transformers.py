@@ -27,7 +27,6 @@ from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations import require
 from xla_fsdp.integrations.accelerate import SHARDS, Accelerator
 from xla_fsdp.nn.activation_checkpoint import checkpoint_module
-from xla_fsdp.optim.guards import surround
 from xla_fsdp.recipe.apply import parallelize
 from xla_fsdp.recipe.options import Recipe
 from xla_fsdp.state.checkpoint_manager import load_checkpoint
@@ -36,6 +35,7 @@ from xla_fsdp.state.train_checkpoint import save_checkpoint
 from xla_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from xla_fsdp.xla import ops
 from xla_fsdp.xla.host import exchange
+from xla_fsdp.xla.ops import surround
 
 require("transformers", "accelerate")
 

@@ -188,6 +188,5 @@ def _norms_of(slices: Slices, p: float) -> list[Tensor]:
 
 
 def _combined(norms: Sequence[Tensor], p: float) -> Tensor:
-    """Return the norm of all the vectors that have these norms."""
     # torch's norm of a tensor, never Python's max over scalars: that would sync for each of them.
     return torch.linalg.vector_norm(torch.stack([torch.zeros((), device=ops.device()), *norms]), p)

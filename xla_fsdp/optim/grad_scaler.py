@@ -77,7 +77,6 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 
 def _check_steps_after_backward(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError if a parameter is stepped in backward, before its gradient is unscaled."""
     for param in params_of(optimizer):
         found = known_group(param)
         if found is not None and found.steps_in_backward:

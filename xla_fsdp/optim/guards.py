@@ -60,7 +60,10 @@ from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.fsdp.engine.thread import package_code
 from xla_fsdp.optim.clip_grad import check_gradients, get_total_norm
 from xla_fsdp.optim.optimizers import check_steps, params_of, steps_elementwise
-from xla_fsdp.xla import ops
+from xla_fsdp.xla import ops, torch_xla
+from xla_fsdp.xla.ops import surround
+
+xm: Any = torch_xla.core.xla_model
 
 # Process-wide, not by rank, as are the functions that are replaced.
 _installing = threading.Lock()
@@ -76,10 +79,12 @@ def install() -> None:
 
 @functools.cache
 def _install_once() -> None:
-    ops.refuse_reduce_gradients_of(is_part)
-    ops.before_gather_with_gradient(_warn_of_gather)
-    ops.before_master_saves(_refuse_master_save)
     surround(
+        (xm, "reduce_gradients", _reduce_gradients),
+        (xm, "_fetch_gradients", _fetch_gradients),
+        (xm, "save", _save_of_master),
+        (torch_xla.utils.serialization, "save", _save_of_master),
+        (torch_xla.core.functions.AllGather, "forward", _warn_of_gather),
         *_guarded("clip_grad_norm_", _refuse_shards),
         *_guarded("get_total_norm", _count_all_ranks),
         *_guarded("clip_grads_with_norm_", _need_gradients_of_shards),
@@ -106,31 +111,55 @@ def _install_once() -> None:
     )
 
 
-def surround(*replaced: tuple[Any, str, Callable[..., Any]]) -> None:
-    """For each (owner, name, by), let ``owner.name(...)`` call ``by(original, ...)``, unless it
-    calls a ``by`` already."""
-    for owner, name, by in replaced:
-        original = getattr(owner, name)
-        if not getattr(original, "is_of_xla_fsdp", False):
-            setattr(owner, name, _surrounded(original, by))
+def _warn_of_gather(original: Callable[..., Tensor], ctx: Any, *args: Any) -> Tensor:
+    if ctx.needs_input_grad[0] and ops.world_size() > 1:
+        warnings.warn(
+            "torch_xla.core.functions.all_gather is differentiated: its backward returns this "
+            "rank's slice of this rank's gradient, and leaves out those of the other ranks' "
+            "losses. Write xla_fsdp.distributed.all_gather(x, dim), whose backward sums them",
+            stacklevel=5,  # the caller of all_gather, which calls an autograd function
+        )
+    return original(ctx, *args)
 
 
-def _surrounded(original: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def surrounded(*args: Any, **kwargs: Any) -> Any:
-        return by(original, *args, **kwargs)
-
-    surrounded.is_of_xla_fsdp = True  # type: ignore[attr-defined]
-    return surrounded
+# Optimizers whose gradients are averaged between replicas of the same slices: by groups.
+_between_replicas: set[Optimizer] = set()
 
 
-def _warn_of_gather() -> None:
-    warnings.warn(
-        "torch_xla.core.functions.all_gather is differentiated: its backward returns this rank's "
-        "slice of this rank's gradient, and leaves out those of the other ranks' losses. Write "
-        "xla_fsdp.distributed.all_gather(x, dim), whose backward sums them",
-        stacklevel=5,  # the caller of all_gather, which calls an autograd function
-    )
+def _reduce_gradients(
+    original: Callable[..., None], optimizer: Optimizer, groups: Any = None, *args: Any, **kw: Any
+) -> None:
+    if groups is None:
+        _refuse_average(
+            optimizer,
+            "xm.optimizer_step / xm.reduce_gradients was called",
+            "Call optimizer.step() instead",
+        )
+    _between_replicas.add(optimizer)
+    try:
+        original(optimizer, groups, *args, **kw)
+    finally:
+        _between_replicas.discard(optimizer)
+
+
+def _fetch_gradients(original: Callable[..., Any], optimizer: Optimizer) -> Any:
+    if optimizer not in _between_replicas:
+        _refuse_average(
+            optimizer,
+            "an optimizer of accelerate was called",
+            "Use the Accelerator of xla_fsdp.integrations.accelerate; for transformers' Trainer, "
+            "call install() of xla_fsdp.integrations.transformers first",
+        )
+    return original(optimizer)
+
+
+def _refuse_average(optimizer: Optimizer, what: str, instead: str) -> None:
+    if any(map(is_part, params_of(optimizer))):
+        raise RuntimeError(
+            f"{what} with parameters sharded by xla_fsdp. Their gradients are already reduced, and "
+            f"each rank holds different slices: averaging them would mix unrelated values. "
+            f"{instead}."
+        )
 
 
 def _guarded(
@@ -246,13 +275,15 @@ def _refuse_shared_file(path: str) -> None:
         )
 
 
-def _refuse_master_save(obj: Any) -> None:
-    if holds_shards(obj) and ops.world_size() > 1:
+def _save_of_master(original: Callable[..., None], obj: Any, *args: Any, **kwargs: Any) -> None:
+    is_of_one = kwargs.get("master_only", args[1] if args[1:] else True)
+    if is_of_one and holds_shards(obj) and ops.world_size() > 1:
         raise ValueError(
             "torch_xla's save was given shards. It writes those of the first rank only, as if "
             f"they were the model, and the others' shards are lost. {_INSTEAD}. For a "
             "file of each rank pass master_only=False and a path with the rank in it"
         )
+    original(obj, *args, **kwargs)
 
 
 def holds_shards(obj: Any, depth: int = 0) -> bool:

@@ -183,7 +183,6 @@ class StepInBackward:
             self._passes = WeakTensorKeyDictionary()
 
     def _note(self, param: Tensor) -> None:
-        """Note a step; warn if an earlier backward pass has made one."""
         if self._passes.get(param, current_pass()) != current_pass():
             warnings.warn(
                 "backward ran again before optimizer.step() was called, on a model that is stepped "
@@ -245,7 +244,6 @@ def _trained_before(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def _other_grads_hidden(optimizer: Optimizer, shard: Tensor) -> Iterator[None]:
-    """Hide other gradients inside the block, so that the optimizer steps ``shard`` alone."""
     others = [param for param in params_of(optimizer) if param is not shard]
     grads = [(param, param.grad) for param in others if param.grad is not None]
     for param, _ in grads:

@@ -205,7 +205,6 @@ def _missing(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _fill(optimizer: Optimizer, params: list[Tensor]) -> None:
-    """Make the state of ``params``, which have none."""
     if not params or not is_known(optimizer) or not ops.runtime().executes():
         return
     wanted = {id(param) for param in params}
@@ -316,7 +315,6 @@ def _refuse_replaced(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
 
 
 def _refuse_partial_stacks(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
-    """Raise RuntimeError if some blocks of a stack have no gradient, and others have."""
     for stack in params:
         if not getattr(stack, "is_stack", False) or stack.grad is None:
             continue

@@ -3,14 +3,11 @@ over them."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
-import torch
 from torch import Tensor
 
-from xla_fsdp.distributed.packing import narrowed
+from xla_fsdp.distributed.packing import buckets_for
 from xla_fsdp.distributed.placement import known_placement
 from xla_fsdp.fsdp.engine.param import held_shape
 from xla_fsdp.xla import ops
@@ -62,26 +59,14 @@ def average_(tensors: Sequence[Tensor], groups: Groups) -> None:
     size = len(groups[0])
     if size == 1:
         return
-    for bucket in _buckets(tensors):
-        if len(bucket) == 1:
-            bucket[0].copy_(ops.all_reduce("sum", bucket[0] / size, groups))
-            continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        average = ops.all_reduce("sum", flat / size, groups)
-        numels = [held_shape(tensor).numel() for tensor in bucket]
-        for tensor, numel, start in zip(
-            bucket, numels, accumulate(numels, initial=0), strict=False
-        ):
-            tensor.copy_(narrowed(average, 0, start, numel).reshape(held_shape(tensor)))
-
-
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    small: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    large = []
-    for tensor in tensors:
+    small = {}
+    for number, tensor in enumerate(tensors):
         numel = held_shape(tensor).numel()
         if numel >= BUCKETED_BELOW:
-            large.append([tensor])
+            tensor.copy_(ops.all_reduce("sum", tensor / size, groups))
         elif numel:
-            small[tensor.dtype].append(tensor)
-    return [*small.values(), *large]
+            small[number] = tensor.reshape(-1)
+    for bucket in buckets_for(small):
+        average = bucket.unpack(ops.all_reduce("sum", bucket.pack(small) / size, groups))
+        for number, value in zip(bucket.numbers, average, strict=True):
+            tensors[number].copy_(value.reshape(held_shape(tensors[number])))

@@ -165,19 +165,16 @@ class _WholeParams:
         return param.as_shard(self._own.of_shards(shards, param.collectives))
 
     def fill(self, *, values: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Give the parameters these values and gradients."""
         if self.is_whole:
             return
         for param, value, grad in zip(self.params, values, grads, strict=True):
             param.data, param.grad = value, grad
 
     def write_back(self) -> None:
-        """Copy this rank's shard of the values to the leaf."""
         if not self.is_whole:
             self.leaf.copy_(self.cut([param.detach() for param in self.params]))
 
     def free(self) -> None:
-        """Free values and gradients."""
         for param in () if self.is_whole else self.params:
             free(param)
 

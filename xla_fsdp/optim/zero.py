@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xla_fsdp.distributed.collectives import Collectives, LocalCollectives, XlaCollectives
+from xla_fsdp.distributed.collectives import Collectives, over
 from xla_fsdp.distributed.packing import packing_of
 from xla_fsdp.distributed.pytree import map_tensors
 from xla_fsdp.distributed.shard_layout import LANES, ShardLayout, shard_multiple
@@ -29,7 +29,6 @@ from xla_fsdp.fsdp.engine.shard_tensor import ShardParameter, is_sharded
 from xla_fsdp.optim.clip_grad import Slices, clip_grads_by_norm_
 from xla_fsdp.optim.optimizers import is_elementwise, make_state, params_of
 from xla_fsdp.optim.rank_groups import (
-    Groups,
     average_,
     check_groups,
     find_slice_problems,
@@ -113,9 +112,8 @@ class ZeroRedundancyOptimizer(SurrogateOptimizer):
         self.is_sliced = known
         self._groups = check_groups(groups)
         self._ranks = own_group(self._groups)
-        self.slices = ParamSlices(
-            _collectives(self._ranks, None if groups is None else self._groups)
-        )
+        own = None if groups is None else self._groups
+        self.slices = ParamSlices(over(own, self._ranks.index(ops.rank()), len(self._ranks)))
         self._averaged = gradients_are_averaged
         self._reduced: _Reduced | None = None
         super().__init__(params, optimizer_class, defaults)
@@ -336,12 +334,6 @@ def _grad(param: nn.Parameter) -> Tensor:
     return param.grad
 
 
-def _collectives(own: list[int], groups: Groups | None) -> Collectives:
-    if len(own) == 1:
-        return LocalCollectives()
-    return XlaCollectives(groups, own.index(ops.rank()), len(own))
-
-
 def _param_problems(param: Any, ranks: Sequence[int]) -> list[str]:
     """Return the reasons why a parameter, or a pair of name and parameter, cannot be sliced."""
     name, tensor = param if isinstance(param, tuple) else ("a parameter", param)
@@ -497,7 +489,6 @@ def _state_problems(
 
 
 def _unsliced_state(inner: Optimizer, slices: ParamSlices, to: int) -> dict[str, Any]:
-    """Gather the unsharded state dict on rank ``to``; return an empty one on others."""
     with slices.filled(slices.params):  # state with the shape of its slice is gathered
         state = read_optimizer(inner, slices.keys())
     execute_pending()  # on all ranks, before ``to`` alone reads what is replicated

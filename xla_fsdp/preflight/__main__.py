@@ -191,7 +191,6 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tune(build_step: Callable[..., Any], options: argparse.Namespace) -> int:
-    """Search, and print and write what was found; return the exit code."""
     [topology] = options.topology or ["v5e:4x4"]
     choices = _choices(options)
     try:
@@ -315,7 +314,6 @@ def _rehearse_all(
     runs: Sequence[tuple[str, dict[str, Any]]],
     options: argparse.Namespace,
 ) -> int:
-    """Make the steps of every run and print them as they come; return the exit code."""
     most = max(find_topology(topology).num_ranks for topology, _ in runs)
     os.environ["CPU_NUM_DEVICES"] = str(most)  # read where torch_xla creates its devices
     tell = functools.partial(print, flush=True)

@@ -191,7 +191,7 @@ def _forward(
             lambda: forward_program(call.blocks, inputs, needs, collects=call.collects),
         )
         prefetched = _prefetched(call, inputs, 0, 0)
-        draws = program.loop.draws_random_numbers
+        draws = program.loop.body.draws_random_numbers
         seeds = new_seeds(call.blocks.length, x.device) if draws else None
         results = program.loop.run([x, *prefetched, *inputs.xs, *inputs.constants], seeds)
         unit.schedule.after_loop([results[0]])

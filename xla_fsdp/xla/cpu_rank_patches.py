@@ -64,24 +64,24 @@ def run_slot() -> RunSlot:
     """Return this process's slot; the first call replaces torch_xla's functions."""
     # They stay replaced: modules imported during a run may have imported them by name.
     slot = RunSlot()
-    for owner, name, function in IN_RUNS:
-        setattr(owner, name, _replaced(slot, getattr(owner, name), function))
+    ops.surround(
+        *(
+            (owner, name, functools.partial(_call, slot, instead))
+            for owner, name, instead in IN_RUNS
+        ),
+        (pjrt, "spawn", functools.partial(_spawn, slot)),
+    )
     hooks.install()
-    _replace_spawn(slot)
     _prepare_forks(slot)
     return slot
 
 
-def _replaced(
-    slot: RunSlot, original: Callable[..., Any], function: Callable[..., Any]
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if (run := slot.run) is None:
-            return original(*args, **kwargs)
-        return function(run, original, *args, **kwargs)
-
-    return call
+def _call(
+    slot: RunSlot, instead: Callable[..., Any], original: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if (run := slot.run) is None:
+        return original(*args, **kwargs)
+    return instead(run, original, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -296,17 +296,19 @@ def _compute_together(run: Run, tensors: Sequence[Tensor]) -> None:
         torch_xla._XLAC._set_all_reduce_token(on, None)
 
 
-def _replace_spawn(slot: RunSlot) -> None:
-    original = pjrt.spawn
-
-    def spawn(fn: Any, nprocs: Any = None, start_method: str = "spawn", args: Any = ()) -> Any:
-        if slot.run is not None:
-            return fn(xr.global_ordinal(), *args)
-        if slot.start_ranks is not None:
-            return slot.start_ranks(fn, args)
-        return original(fn, nprocs, start_method, args)
-
-    pjrt.spawn = spawn
+def _spawn(
+    slot: RunSlot,
+    original: Any,
+    fn: Any,
+    nprocs: Any = None,
+    start_method: str = "spawn",
+    args: Any = (),
+) -> Any:
+    if slot.run is not None:
+        return fn(xr.global_ordinal(), *args)
+    if slot.start_ranks is not None:
+        return slot.start_ranks(fn, args)
+    return original(fn, nprocs, start_method, args)
 
 
 def _prepare_forks(slot: RunSlot) -> None:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch_xla
@@ -30,26 +30,19 @@ READS = (
 """The functions that copy values to the host."""
 
 
-class Reader(Protocol):
-    """Told of reads by the code that a rank traces."""
-
-    def before_read(self, value: Any) -> None:
-        """Called before a tensor, or list of tensors, is read, or everything pending is run
-        (None)."""
-        ...
-
-    def item(self, tensor: Tensor) -> Any:
-        """Return what ``tensor.item()`` of a host tensor returns; None to let torch read it."""
-        ...
-
-
-_readers: dict[str, Reader] = {}  # by device: backward hooks run in another thread than the step
+_readers: dict[str, Any] = {}  # by device: backward hooks run in another thread than the step
 _installing = Lock()
 
 
 @contextmanager
-def reading_by(reader: Reader) -> Iterator[None]:
-    """Tell ``reader`` of the reads of the caller's device inside the block."""
+def reading_by(reader: Any) -> Iterator[None]:
+    """Tell ``reader`` of the reads of the caller's device inside the block.
+
+    Args:
+        reader: its ``before_read(value)`` is called before a tensor, or list of tensors, is read,
+            or everything pending is run (None); its ``item(tensor)`` returns what
+            ``tensor.item()`` of a host tensor returns, None to let torch read it.
+    """
     install()
     on = str(ops.device())
     _readers[on] = reader
@@ -59,7 +52,7 @@ def reading_by(reader: Reader) -> Iterator[None]:
         del _readers[on]
 
 
-def current_reader() -> Reader | None:
+def current_reader() -> Any:
     """Return the reader of the caller's device, None outside of a ``reading_by``."""
     return _readers.get(torch_xla._XLAC._xla_get_default_device()) if _readers else None
 
@@ -72,39 +65,40 @@ def install() -> None:
 
 @functools.cache
 def _install() -> torch.library.Library:
-    for owner, name in READS:
-        setattr(owner, name, _told(getattr(owner, name), name))
-    marker = torch_xla._XLAC._xla_step_marker
-
-    @functools.wraps(marker)
-    def step_marker(
-        device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
-    ) -> None:
-        if (reader := current_reader()) is not None:
-            reader.before_read(None)
-        on = device or torch_xla._XLAC._xla_get_default_device()
-        mark = functools.partial(marker, on, list(devices), reset_scope=reset_scope)
-        ops.runtime().sync(on, lambda wait: mark(wait=wait), wait)
-
-    torch_xla._XLAC._xla_step_marker = step_marker
+    ops.surround(
+        *((owner, name, functools.partial(_read, name)) for owner, name in READS),
+        (torch_xla._XLAC, "_xla_step_marker", _step_marker),
+    )
     return _fallbacks_as_reads()
 
 
-def _told(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def read(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-        reader = current_reader()
-        if name == "item" and reader is not None and not value.is_xla:
-            known = reader.item(value)
-            if known is not None:
-                return known
-        if name != "to" or _names_cpu(*args, **kwargs):
-            if reader is not None:
-                reader.before_read(value)
-            ops.runtime().before_read([value] if isinstance(value, Tensor) else value)
-        return original(value, *args, **kwargs)
+def _step_marker(
+    original: Callable[..., None],
+    device: str = "",
+    devices: Sequence[str] = (),
+    wait: bool = True,
+    reset_scope: bool = True,
+) -> None:
+    if (reader := current_reader()) is not None:
+        reader.before_read(None)
+    on = device or torch_xla._XLAC._xla_get_default_device()
+    mark = functools.partial(original, on, list(devices), reset_scope=reset_scope)
+    ops.runtime().sync(on, lambda wait: mark(wait=wait), wait)
 
-    return read
+
+def _read(
+    name: str, original: Callable[..., Any], value: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    reader = current_reader()
+    if name == "item" and reader is not None and not value.is_xla:
+        known = reader.item(value)
+        if known is not None:
+            return known
+    if name != "to" or _names_cpu(*args, **kwargs):
+        if reader is not None:
+            reader.before_read(value)
+        ops.runtime().before_read([value] if isinstance(value, Tensor) else value)
+    return original(value, *args, **kwargs)
 
 
 def _names_cpu(*args: Any, **kwargs: Any) -> bool:

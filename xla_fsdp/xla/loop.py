@@ -150,7 +150,7 @@ def read_slice(tensor: Tensor, dim: int, at: Tensor, length: int) -> Tensor:
     def read(tensor: Any, at: Any) -> Any:
         sizes = list(tensor.shape().sizes)
         sizes[dim] = length
-        return tensor.dynamic_slice(_starts_at(tensor, dim, at), sizes)
+        return tensor.dynamic_slice(_starts(tensor, at.reshape([]), dim), sizes)
 
     return _computed("read_slice", [tensor, at], read)
 
@@ -159,15 +159,9 @@ def write_slice(tensor: Tensor, value: Tensor, dim: int, at: Tensor) -> Tensor:
     """Return ``tensor`` with ``value`` from index ``at``, [1] int32, of ``dim`` on."""
 
     def write(tensor: Any, value: Any, at: Any) -> Any:
-        return tensor.dynamic_update_slice(value, _starts_at(tensor, dim, at))
+        return tensor.dynamic_update_slice(value, _starts(tensor, at.reshape([]), dim))
 
     return _computed("write_slice", [tensor, value, at], write)
-
-
-def _starts_at(tensor: Any, dim: int, at: Any) -> list[Any]:
-    starts = [_int32(at.builder(), 0)] * len(tensor.shape().sizes)
-    starts[dim] = at.reshape([])
-    return starts
 
 
 def _computed(name: str, tensors: Sequence[Tensor], make: Callable[..., Any]) -> Tensor:
@@ -332,10 +326,6 @@ class Loop:
         self._computations: dict[Hashable, Any] = {}
 
     @property
-    def draws_random_numbers(self) -> bool:
-        return self.body.draws_random_numbers
-
-    @property
     def ys(self) -> tuple[TensorSpec, ...]:
         """Specs of the ys of one iteration."""
         return self.body.outputs[self._num_carry :]
@@ -493,17 +483,16 @@ def _int32(builder: Any, value: int) -> Any:
     return xb.Op.scalar(builder, value, dtype=xb.Type.S32)
 
 
-def _starts(stack: Any, at: Any) -> tuple[list[int], list[Any]]:
-    sizes = list(stack.shape().sizes)
-    zero = _int32(at.builder(), 0)
-    return sizes, [at, *[zero] * (len(sizes) - 1)]
+def _starts(stack: Any, at: Any, dim: int = 0) -> list[Any]:
+    starts = [_int32(at.builder(), 0)] * len(stack.shape().sizes)
+    starts[dim] = at
+    return starts
 
 
 def _read(stack: Any, at: Any) -> Any:
-    sizes, starts = _starts(stack, at)
-    return stack.dynamic_slice(starts, [1, *sizes[1:]]).reshape(sizes[1:])
+    sizes = list(stack.shape().sizes)[1:]
+    return stack.dynamic_slice(_starts(stack, at), [1, *sizes]).reshape(sizes)
 
 
 def _write(stack: Any, value: Any, at: Any) -> Any:
-    _, starts = _starts(stack, at)
-    return stack.dynamic_update_slice(value.broadcast([1]), starts)
+    return stack.dynamic_update_slice(value.broadcast([1]), _starts(stack, at))

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import torch
 import torch_xla
-import torch_xla.core.functions as functions
+import torch_xla.core.functions
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-import torch_xla.utils.serialization as serialization
+import torch_xla.utils.serialization
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -569,84 +569,22 @@ def set_rng_state(state: int, on: torch.device) -> None:
     xm.set_rng_state(state, str(on))
 
 
-# ---------------------------------------------------------------- torch_xla's own reduction
+# ---------------------------------------------------------------- functions in the place of others
 
 
-@functools.cache  # the functions are replaced once, for all threads
-def refuse_reduce_gradients_of(is_sharded: Callable[[Any], bool]) -> None:
-    """Make ``xm.reduce_gradients`` (called by ``xm.optimizer_step``) raise for sharded parameters.
-
-    Each rank holds a different slice, so averaging them over all ranks would silently destroy the
-    gradients. accelerate averages by ``xm._fetch_gradients``, which raises, too. With ``groups`` it
-    is allowed, to average between replicas of the same slices.
-    """
-    reduce, fetch = xm.reduce_gradients, xm._fetch_gradients
-    between_replicas: set[torch.optim.Optimizer] = set()
-
-    def has_shards(optimizer: torch.optim.Optimizer) -> bool:
-        return any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
-
-    def reduce_gradients(
-        optimizer: torch.optim.Optimizer, groups: Groups = None, *args: Any, **kwargs: Any
-    ) -> None:
-        if groups is None and has_shards(optimizer):
-            raise RuntimeError(
-                f"xm.optimizer_step / xm.reduce_gradients was called with {_WOULD_MIX}. Call "
-                f"optimizer.step() instead."
-            )
-        between_replicas.add(optimizer)
-        try:
-            reduce(optimizer, groups, *args, **kwargs)
-        finally:
-            between_replicas.discard(optimizer)
-
-    def fetch_gradients(optimizer: torch.optim.Optimizer) -> Any:
-        if optimizer not in between_replicas and has_shards(optimizer):
-            raise RuntimeError(
-                f"an optimizer of accelerate was called with {_WOULD_MIX}. Use the Accelerator of "
-                f"xla_fsdp.integrations.accelerate; for transformers' Trainer, call install() of "
-                f"xla_fsdp.integrations.transformers first."
-            )
-        return fetch(optimizer)
-
-    xm.reduce_gradients, xm._fetch_gradients = reduce_gradients, fetch_gradients
+def surround(*replaced: tuple[Any, str, Callable[..., Any]]) -> None:
+    """For each (owner, name, by), let ``owner.name(...)`` call ``by(original, ...)``, unless it
+    calls a ``by`` already."""
+    for owner, name, by in replaced:
+        original = getattr(owner, name)
+        if not getattr(original, "is_of_xla_fsdp", False):
+            setattr(owner, name, _surrounded(original, by))
 
 
-@functools.cache
-def before_master_saves(check: Callable[[Any], None]) -> None:
-    """Let torch_xla's ``save`` functions call ``check`` with the object first where they write that
-    of one rank."""
-    module: Any
-    for module in (xm, serialization):
-        module.save = _checked_save(module.save, check)
-
-
-def _checked_save(original: Callable[..., None], check: Callable[[Any], None]) -> Any:
+def _surrounded(original: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def save(data: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("master_only", args[1] if args[1:] else True):
-            check(data)
-        original(data, *args, **kwargs)
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        return by(original, *args, **kwargs)
 
-    return save
-
-
-@functools.cache
-def before_gather_with_gradient(call: Callable[[], None]) -> None:
-    """Let ``torch_xla.core.functions.all_gather`` call ``call`` where it is to be differentiated
-    on several ranks."""
-    gather: Any = functions.AllGather
-    original = gather.forward
-
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        if ctx.needs_input_grad[0] and world_size() > 1:
-            call()
-        return cast(Tensor, original(ctx, *args))
-
-    gather.forward = staticmethod(forward)
-
-
-_WOULD_MIX = (
-    "parameters sharded by xla_fsdp. Their gradients are already reduced, and each rank holds "
-    "different slices: averaging them would mix unrelated values"
-)
+    surrounded.is_of_xla_fsdp = True  # type: ignore[attr-defined]
+    return surrounded

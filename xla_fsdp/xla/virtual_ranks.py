@@ -139,7 +139,6 @@ class VirtualRanks(AbsentTpu):
     # ------------------------------------------------------------ programs
 
     def _compute(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        """Give ``tensors``, of this rank, their values."""
         if not tensors:
             return
         numbers = [tensor_id(each) for each in tensors]  # before some are replaced

@@ -13,27 +13,19 @@ import importlib.util
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from xla_fsdp.preflight.compile.child import DUMP, Child, CompileError
 from xla_fsdp.preflight.topologies import GIB, Topology
 from xla_fsdp.preflight.trace.program import Program
 
-POLL_SECONDS = 0.1
-
 INSTALL = "pip install '.[preflight]' in a clone of xla_fsdp"
-
-
-class CompileError(RuntimeError):
-    """The TPU compiler refused a program, or needed more host memory than allowed."""
 
 
 class _FailsAgainError(CompileError):
@@ -120,18 +112,22 @@ def _compile(
     max_host_mem: int,
     progress: Callable[[float], None] | None,
 ) -> Compiled:
-    with tempfile.TemporaryDirectory(prefix="preflight-") as name:
-        folder = Path(name)
-        _write_request(folder, program, topology)
-        fails_again = True
-        try:
-            _run_child(folder, compiler_environment(topology, flags), max_host_mem, progress)
-        except CompileError:
-            # If a program is too large, the child writes an error before it tries a second time.
-            if not (folder / "result.json").exists():
-                raise
-            fails_again = False  # with more memory there may be a report on it
-        return _read_result(folder, fails_again)
+    module, environment = f"{__package__}.compile_child", compiler_environment(topology, flags)
+    started = time.monotonic()
+    with Child("the TPU compiler", module, environment) as child:
+        waiting = partial(_watch, child.process.pid, started, max_host_mem, progress)
+        error, found = child.ask("compile", program, topology, waiting=waiting)
+        if too_large_by := bytes_over_capacity(error):
+            try:
+                again, found = child.ask("schedule", program, topology, waiting=waiting)
+            except CompileError:  # with more memory there may be a report on it
+                raise CompileError(_refusal(error)) from None
+            error = error if again else ""
+        if error:
+            is_kept = error.startswith(_COMPILERS_OWN)
+            raise (_FailsAgainError if is_kept else CompileError)(_refusal(error))
+        buffers, seconds = assigned_buffers(child.folder / DUMP), time.monotonic() - started
+    return Compiled(**asdict(buffers), too_large_by=too_large_by, seconds=seconds, **found)
 
 
 def check_installed() -> None:
@@ -188,19 +184,6 @@ def _write(entry: Path, facts: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- the child process
 
 
-def _write_request(folder: Path, program: Program, topology: Topology) -> None:
-    request = {
-        "topology": topology.slice_name,
-        "slices": topology.slices,
-        "chip_config": topology.chip.config,
-        "coords": topology.coords,
-        "aliases": program.aliases,
-        "partition_order": program.partition_order,
-    }
-    (folder / "request.json").write_text(json.dumps(request))
-    (folder / "program.pb").write_bytes(program.hlo)
-
-
 def compiler_environment(topology: Topology, flags: str = "") -> dict[str, str]:
     """Return environment variables with which the TPU compiler works without a TPU."""
     return child_environment(
@@ -220,59 +203,18 @@ def child_environment(**more: str) -> dict[str, str]:
     return {**inherited, "JAX_PLATFORMS": "cpu", **more}
 
 
-def _run_child(
-    folder: Path,
-    environment: dict[str, str],
-    max_host_mem: int,
-    progress: Callable[[float], None] | None,
-) -> None:
-    module = f"{__package__}.compile_child"
-    command = [sys.executable, "-m", module, str(folder), str(os.getpid())]
-    with (folder / "log").open("wb") as log:
-        child = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
-            _watch(child, max_host_mem, progress)
-        finally:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
-    if not child.returncode or (folder / "result.json").exists():
-        return
-    if -child.returncode == signal.SIGKILL:
-        raise CompileError(
-            "the TPU compiler was killed, as the system does when memory runs out: free some, or "
-            "lower max_host_mem or the number of jobs. It is tried again in the next run"
-        )
-    tail = (folder / "log").read_text(errors="replace")[-2000:]
-    raise CompileError(
-        f"the TPU compiler ended with exit code {child.returncode}; its last lines:\n{tail}"
-    )
-
-
 def _watch(
-    child: subprocess.Popen[bytes], max_host_mem: int, progress: Callable[[float], None] | None
+    pid: int, started: float, max_host_mem: int, progress: Callable[[float], None] | None
 ) -> None:
-    started = time.monotonic()
-    kill_first(child)
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(POLL_SECONDS)
-            return
-        if _resident_bytes(child.pid) > max_host_mem:
-            raise _FailsAgainError(
-                f"compiling takes more than the {max_host_mem / GIB:.1f} GiB of host memory that "
-                f"it may (after {time.monotonic() - started:.0f} s). Raise max_host_mem, or make "
-                f"the program smaller",
-                max_host_mem,
-            )
-        if progress is not None:
-            progress(time.monotonic() - started)
-
-
-def kill_first(child: subprocess.Popen[bytes]) -> None:
-    """Let the system end this child, not its parent, if memory runs out."""
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{child.pid}/oom_score_adj").write_text("1000")
+    if _resident_bytes(pid) > max_host_mem:
+        raise _FailsAgainError(
+            f"compiling takes more than the {max_host_mem / GIB:.1f} GiB of host memory that it "
+            f"may (after {time.monotonic() - started:.0f} s). Raise max_host_mem, or make the "
+            f"program smaller",
+            max_host_mem,
+        )
+    if progress is not None:
+        progress(time.monotonic() - started)
 
 
 def _resident_bytes(pid: int) -> int:
@@ -283,13 +225,14 @@ def _resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _read_result(folder: Path, fails_again: bool) -> Compiled:
-    result = json.loads((folder / "result.json").read_text())
-    if "error" in result:
-        is_kept = fails_again and result["error"].startswith(_COMPILERS_OWN)
-        raise (_FailsAgainError if is_kept else CompileError)(_refusal(result["error"]))
-    buffers = assigned_buffers(folder / "dump")
-    return Compiled(**asdict(buffers), **result, text=(folder / "optimized.txt").read_text())
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_OVER_CAPACITY = re.compile(r"Exceeded hbm capacity by ([0-9.]+)([KMGT]?)")
+
+
+def bytes_over_capacity(error: str) -> int:
+    """Return by how many bytes a program is too large for a chip; 0 for any other error."""
+    found = _OVER_CAPACITY.search(error)
+    return round(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
 
 
 _COMPILERS_OWN = ("XlaRuntimeError", "JaxRuntimeError")

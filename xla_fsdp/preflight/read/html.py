@@ -157,7 +157,6 @@ def _document(body: str, about: Mapping[str, str] | None) -> str:
 
 
 def _legend(entries: Mapping[str, str]) -> str:
-    """Return a line with the color of each label."""
     drawn = (
         f'<span><i style="background:{color}"></i>{escape(label)}</span>'
         for label, color in entries.items()

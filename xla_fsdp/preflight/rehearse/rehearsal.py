@@ -318,7 +318,6 @@ class _Seen:
     depth: int = 0  # an optimizer may call another
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the gradients as they are now."""
         from xla_fsdp.compile.seen import is_traced
         from xla_fsdp.optim.optimizers import STEPS_SLICES_OF
 
@@ -332,7 +331,6 @@ class _Seen:
         self.depth += 1
 
     def after(self) -> None:
-        """Note that an optimizer has made its step."""
         self.depth -= 1
 
     def squared_norm(self, count: Callable[[Tensor], float]) -> float | None:

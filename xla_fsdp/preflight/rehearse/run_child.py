@@ -1,21 +1,14 @@
-"""Run programs on virtual chips.
-
-``python -m xla_fsdp.preflight.rehearse.run_child FILE_DESCRIPTOR`` takes requests from the
-connection of the descriptor, and sends answers there (``virtual_chips``).
-
-Invariants: torch_xla is never loaded here, as two XLA runtimes in one process clash.
-"""
+"""Run programs on virtual chips, in a process of its own (``compile.child``)."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from xla_fsdp.preflight.compile.child import serve
 from xla_fsdp.preflight.compile.compile_child import options_for, stable_hlo
 
 WITHOUT_EFFECT = ("annotate_device_placement",)
@@ -25,27 +18,6 @@ UNINITIALIZED = "AllocateBuffer"
 """Custom call that a CPU does not know, for memory of any values, which has to be written first."""
 
 PALLAS = "tpu_custom_call"
-
-
-def main(argv: Sequence[str]) -> int:
-    """Answer requests until the other end closes the connection."""
-    connection = Connection(int(argv[0]))
-    chips = _Chips()
-    answers: dict[str, Callable[..., Any]] = {
-        "compile": chips.compile,
-        "run": chips.run,
-        "memory": chips.memory,
-    }
-    while True:
-        try:
-            kind, *request = connection.recv()
-        except (EOFError, OSError):
-            return 0
-        try:
-            answer = "", answers[kind](*request)
-        except Exception as error:  # XLA has many exception types
-            answer = f"{type(error).__name__}: {error}", None
-        connection.send(answer)
 
 
 class _Chips:
@@ -71,16 +43,16 @@ class _Chips:
 
     def run(self, number: int, arguments: list[list[Any]]) -> list[list[Any]]:
         """Run a program with the arguments of each rank; return the outputs of each rank."""
+        import jax
+
         compiled, devices = self._executables[number]
         by_rank = [
-            [self._put(value, device) for value in values]
+            [jax.device_put(value, device) for value in values]
             for values, device in zip(arguments, devices, strict=True)
         ]
         results = compiled.execute_sharded([list(each) for each in zip(*by_rank, strict=True)])
         outputs = results.disassemble_into_single_device_arrays()
-        return [
-            [_array(np.asarray(each[rank])) for each in outputs] for rank in range(len(devices))
-        ]
+        return [[np.asarray(each[rank]) for each in outputs] for rank in range(len(devices))]
 
     def memory(self, number: int) -> int:
         """Return the bytes that a run of a program takes on all its devices."""
@@ -88,23 +60,6 @@ class _Chips:
         found = compiled.get_compiled_memory_stats()
         each = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
         return len(devices) * int(each)
-
-    def _put(self, value: Any, device: Any) -> Any:
-        import jax
-
-        dtype, shape, data = value
-        return jax.device_put(data.view(_dtype(dtype)).reshape(shape), device)
-
-
-def _dtype(name: str) -> Any:
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name, None) or name)
-
-
-def _array(value: np.ndarray[Any, Any]) -> Any:
-    flat = np.ascontiguousarray(value).reshape(-1)
-    return value.dtype.name, value.shape, flat.view(np.uint8)
 
 
 # ---------------------------------------------------------------- programs
@@ -143,4 +98,5 @@ def _custom_calls(operation: Any) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    chips = _Chips()
+    serve({"compile": chips.compile, "run": chips.run, "memory": chips.memory})

@@ -1,29 +1,21 @@
-"""Virtual chips: devices of JAX's CPU client in a child process, which run programs for a TPU.
-
-The child is there because torch_xla's and JAX's runtimes clash in one process.
-"""
+"""Virtual chips: devices of JAX's CPU client in a child process, which run programs for a TPU."""
 
 from __future__ import annotations
 
 import hashlib
-import math
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xla_fsdp.preflight.compile.compiler import check_installed, child_environment, kill_first
+from xla_fsdp.distributed.cpu_ranks import ranks_by_name
+from xla_fsdp.preflight.compile.child import Child
+from xla_fsdp.preflight.compile.compiler import check_installed, child_environment
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from xla_fsdp.xla.virtual_ranks import Request
-
-LOG_BYTES = 2000
 
 QUICK_COMPILE = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
@@ -54,18 +46,10 @@ class VirtualChips:
         self.runs: list[int] = []
         self._known: dict[str, int] = {}
         self._ranks_of: list[int] = []
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``close``)
-        self._connection, theirs = Pipe()
         flags = f"--xla_force_host_platform_device_count={num_chips} {QUICK_COMPILE}"
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.run_child", str(theirs.fileno())],
-            env=child_environment(XLA_FLAGS=flags),
-            pass_fds=[theirs.fileno()],
-            stdout=self._log,
-            stderr=self._log,
-        )
-        theirs.close()
-        kill_first(self._child)
+        environment = child_environment(XLA_FLAGS=flags)
+        name = "the process with the virtual chips"
+        self._child = Child(name, f"{__package__}.run_child", environment)
 
     def execute(self, requests: Sequence[Request]) -> list[list[Tensor]]:
         """Run the program of all ranks, or of one of them; return the outputs of each.
@@ -76,11 +60,8 @@ class VirtualChips:
         hlo = same_program([each.hlo for each in requests])
         number = self._compiled(hlo, len(requests))
         self.runs.append(number)
-        arguments = [[to_array(value) for value in each.inputs] for each in requests]
-        return [
-            [to_tensor(*each) for each in outputs]
-            for outputs in self._ask("run", number, arguments)
-        ]
+        arguments = [[*map(to_array, each.inputs)] for each in requests]
+        return [[*map(to_tensor, outputs)] for outputs in self._ask("run", number, arguments)]
 
     def is_joint(self, number: int) -> bool:
         """Return whether program ``number`` is one of all ranks together."""
@@ -90,21 +71,11 @@ class VirtualChips:
         """Compile a program; return the bytes that a run of it takes for all ranks together."""
         return int(self._ask("memory", self._compiled(hlo, num_ranks)))
 
-    def close(self) -> None:
-        """End the child."""
-        self._connection.close()
-        try:
-            self._child.wait(5)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
-        self._log.close()
-
     def __enter__(self) -> VirtualChips:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._child.close()
 
     def _compiled(self, hlo: bytes, num_ranks: int) -> int:
         key = f"{hashlib.sha256(hlo).hexdigest()} {num_ranks}"
@@ -116,23 +87,10 @@ class VirtualChips:
         return self._known[key]
 
     def _ask(self, *request: Any) -> Any:
-        try:
-            self._connection.send(request)
-            error, answer = self._connection.recv()
-        except (EOFError, OSError) as ended:
-            raise RuntimeError(self._last_words()) from ended
+        error, answer = self._child.ask(*request)
         if error:
             raise RuntimeError(f"the virtual chips cannot run the program: {error}")
         return answer
-
-    def _last_words(self) -> str:
-        self._child.wait()
-        self._log.seek(0)
-        tail = self._log.read().decode(errors="replace")[-LOG_BYTES:]
-        return (
-            f"the process with the virtual chips ended with exit code {self._child.returncode} "
-            f"(-9: out of memory); its last lines:\n{tail}"
-        )
 
 
 def same_program(programs: Sequence[bytes]) -> bytes:
@@ -141,9 +99,7 @@ def same_program(programs: Sequence[bytes]) -> bytes:
     Raises:
         RuntimeError: if they differ.
     """
-    ranks: dict[bytes, list[int]] = {}
-    for rank, program in enumerate(programs):
-        ranks.setdefault(program, []).append(rank)
+    ranks = ranks_by_name(programs)
     if len(ranks) > 1:
         groups = "; ".join(f"ranks {which}" for which in ranks.values())
         raise RuntimeError(
@@ -156,23 +112,25 @@ def same_program(programs: Sequence[bytes]) -> bytes:
 
 # ---------------------------------------------------------------- values on their way
 
-Array = tuple[str, tuple[int, ...], np.ndarray[Any, Any]]
-"""dtype, shape, and the bytes as uint8."""
+Array = np.ndarray[Any, Any]
 
 
 def to_array(tensor: Tensor) -> Array:
-    """Return a host tensor as it is sent."""
+    """Return a host tensor as it is sent, of a dtype of ``ml_dtypes`` if numpy has none."""
+    import ml_dtypes
     import torch
 
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy()
+    name = str(tensor.dtype).removeprefix("torch.")
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return data.view(getattr(ml_dtypes, name, None) or name).reshape(tensor.shape)
 
 
-def to_tensor(dtype: str, shape: tuple[int, ...], data: np.ndarray[Any, Any]) -> Tensor:
+def to_tensor(array: Array) -> Tensor:
     """Return what ``to_array`` was given."""
     import torch
 
-    if not math.prod(shape):
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-    writable = data if data.flags.writeable else data.copy()
-    return torch.from_numpy(writable).view(getattr(torch, dtype)).reshape(shape)
+    dtype = getattr(torch, array.dtype.name)
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
+    writable = array if array.flags.writeable else array.copy()
+    return torch.from_numpy(writable.reshape(-1).view(np.uint8)).view(dtype).reshape(array.shape)

@@ -172,7 +172,7 @@ class Tuned:
     def _answer(self) -> list[str]:
         best = self.best
         if best is None or best.report is None:
-            return [self._why_none()]
+            return [f"Nothing that was compiled in full runs on {self.topology}; see why above."]
         lines = [f"Fastest that fits: {self._named(best)} by estimate"]
         fitting = [each for each in self.candidates if each.fits(self.chip)]
         first = max(fitting, key=lambda each: each.rate)
@@ -194,19 +194,6 @@ class Tuned:
 
     def _rate(self, candidate: Candidate) -> str:
         return f"{self.rate(candidate):,.0f} {self.unit}/s"
-
-    def _why_none(self) -> str:
-        reasons = {each.failed for each in self.candidates}
-        if reasons == {UNTRIED}:
-            return f"The search for {self.topology} ended before anything was compiled."
-        if "" in reasons:
-            return f"Nothing that was compiled in full fits {self.topology}."
-        if UNTRIED in reasons:
-            return f"Nothing runs on {self.topology} of what was tried before the search ended."
-        number = len(self.candidates)
-        ways = f"all {number} ways that were" if number > 1 else "the only way that was"
-        which = "reason" if len(reasons) == 1 else "reasons"
-        return f"Nothing runs on {self.topology}: {ways} tried failed, for the {which} above."
 
     def to_json(self) -> str:
         """Return all that was tried as JSON, and the report on the best in full."""

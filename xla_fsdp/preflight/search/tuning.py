@@ -178,7 +178,6 @@ def tune(
 
 
 def _check_depth(build_step: Callable[..., Any], option: str, tried: Mapping[str, Any]) -> None:
-    """Raise ValueError if the number of layers is swept, or an option that there is not."""
     if option in tried:
         raise ValueError(f"{option} is the number of layers, and cannot be swept: give one")
     if option != DEPTH and option not in inspect.signature(build_step).parameters:
@@ -324,7 +323,6 @@ class _Search:
         return found or [Candidate(line.way, self.batches[0], failed=reason)]
 
     def fastest_ways(self) -> list[Way]:
-        """Return the ways to try on other meshes."""
         fitting = sorted(self._fitting(), key=lambda each: -each.rate)
         return list(dict.fromkeys(each.way for each in fitting))[:ON_OTHER_MESHES]
 

@@ -8,13 +8,12 @@ is larger than memory can be built piece by piece.
 
 from __future__ import annotations
 
-import enum
 import gc
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 from weakref import WeakSet, ref
 
@@ -143,12 +142,6 @@ def use_cpu_device() -> None:
 # ---------------------------------------------------------------- programs
 
 
-class _Phase(enum.Enum):
-    BUILDING = "building"
-    RECORDING = "recording"
-    DISCARDING = "discarding"
-
-
 class Recorder:
     """Records pending operations as programs, and replaces their results by hollow tensors.
 
@@ -158,7 +151,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.programs: list[Program] = []
-        self._phase = _Phase.BUILDING
+        self._phase: Literal["building", "recording", "discarding"] = "building"
         self._hollow = ZeroPages()
         # Each tensor that exists before the present program, its buffer and role, by id(tensor).
         # Weakly, as it may end there, and another one get its id.
@@ -167,30 +160,26 @@ class Recorder:
     def start_recording(self) -> None:
         """Record the programs that are cut from now on."""
         self._note_buffers()
-        self._phase = _Phase.RECORDING
+        self._phase = "recording"
 
     def start_discarding(self) -> None:
         """Discard the programs that are cut from now on; their results still become hollow."""
-        self._phase = _Phase.DISCARDING
+        self._phase = "discarding"
 
     def cut(self) -> None:
         """End the present program: record or discard all pending operations."""
         live = _live_tensors()
         pending = [tensor for tensor in live if ops.is_pending(tensor)]
-        if self._phase is _Phase.BUILDING:
+        if self._phase == "building":
             waiting = set(map(id, pending))
             self._empty_parameters([tensor for tensor in live if id(tensor) not in waiting])
         if not pending:
             return
-        if self._phase is _Phase.DISCARDING:
-            for tensor in pending:
-                ops.release(tensor, self._hollow.make(held_shape(tensor), tensor.dtype))
-            return
-        if self._phase is _Phase.RECORDING:
+        if self._phase == "recording":
             distinct = list({tensor_id(tensor): tensor for tensor in pending}.values())
             self.programs.append(self._program(distinct, live))
         self._replace(pending)
-        if self._phase is _Phase.RECORDING:
+        if self._phase == "recording":
             self._note_buffers()
 
     def _replace(self, pending: Sequence[Tensor]) -> None:
@@ -252,7 +241,6 @@ class Recorder:
 def _sizes_of_others(
     live: Iterable[Tensor], inputs: Collection[int], roles: Mapping[int, str]
 ) -> dict[str, int]:
-    """Return the bytes of all device buffers but ``inputs``, by role."""
     found: dict[int, int] = {}
     # Empty shards are tensor subclasses that otherwise answer for the unsharded parameter.
     with torch._C.DisableTorchFunctionSubclass():

@@ -1663,6 +1663,31 @@ def drop_some(model: Any) -> None:
         block.drop.p = 0.5
 
 
+def _hooked(hook: Callable[..., Any]) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for block in model.blocks:
+            block.register_forward_hook(hook)
+
+    return change
+
+
+def _keep_first(module: Any, args: Any, output: Tensor) -> None:
+    vars(module).setdefault("kept", output)
+
+
+def _read(module: Any, args: Any, output: Tensor) -> None:
+    module.factors["calls"] = [*module.factors.get("calls", []), output.sum().item()]
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "idle_hooks": lambda module, args, output: None,
+    "changing_hooks": lambda module, args, output: output * 0.5,
+    "other_output_hooks": lambda module, args, output: args[0],
+    "keeping_hooks": _keep_first,
+    "reading_hooks": _read,
+}
+
+
 BY_THEMSELVES: dict[str, tuple[Any, Any, Any]] = {  # by name: loop, block, change
     **{loop.__name__: (loop, Multiplying, None) for loop in (
         more, skipping_one, second_of, keeping_one, too_few, skip, last_first, other_input,
@@ -1676,6 +1701,7 @@ BY_THEMSELVES: dict[str, tuple[Any, Any, Any]] = {  # by name: loop, block, chan
     **{change.__name__: (None, Block, change) for change in (
         add_hook, freeze_first, share_layer, other_buffer, set_factors, set_scales,
     )},
+    **{name: (None, Block, _hooked(hook)) for name, hook in HOOKS.items()},
     "Collecting": (with_list, Collecting, None),
     "Deciding": (None, Deciding, set_scales),
     "Reversing": (None, Reversing, set_factors),
@@ -1683,7 +1709,7 @@ BY_THEMSELVES: dict[str, tuple[Any, Any, Any]] = {  # by name: loop, block, chan
 }  # fmt: skip
 QUICK_BY_THEMSELVES = {
     "with_mask", "more", "keeping_one", "changing_mask", "telling", "calling_a_function", "Block",
-    "Counting", "Distances", "Reversing", "freeze_first", "failing", "with_gradients",
+    "Counting", "Distances", "Reversing", "freeze_first", "failing", "with_gradients", *HOOKS,
 }  # fmt: skip
 
 
@@ -1772,6 +1798,8 @@ def test_what_cannot_be_a_loop_runs_one_by_one_in_full(name: str) -> None:
     [
         ("Block", "blocks: 3 of 3 run as a loop."),
         ("with_mask", "blocks: 3 of 3 run as a loop."),
+        ("idle_hooks", "blocks: 3 of 3 run as a loop."),  # transformers has such
+        ("changing_hooks", "no loop, as "),
         ("more", "no loop, as the forward uses the output of block 0"),
         ("keeping_one", "no loop, as the forward uses the output of block 1"),
         ("changing_mask", "no loop, as block 1 was called with other arguments than block 0"),

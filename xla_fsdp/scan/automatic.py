@@ -55,7 +55,7 @@ class AutomaticScan(BlockScan):
             it was a loop.
     """
 
-    is_automatic = True  # another scan may take its place
+    is_automatic = True
 
     def __init__(self, blocks: Sequence[Any], period: int) -> None:
         super().__init__(blocks, Options(), period)
@@ -208,8 +208,8 @@ def _problems_now(blocks: Sequence[Any]) -> Iterator[str]:
         module, unit = module_of(block), block._fsdp_unit
         if not is_checkpointed(module):
             yield f"block {at} is not recomputed (checkpoint_module)"
-        if module._forward_hooks or module._forward_pre_hooks:
-            yield f"block {at} has hooks"
+        if module._forward_pre_hooks:
+            yield f"block {at} has hooks before its forward"
         settings = unit.settings
         if not settings.gathers_in_backward or unit.state is not UnitState.SHARDED:
             yield f"block {at} keeps its parameters"

@@ -237,19 +237,13 @@ def forward_hooks_apart(module: nn.Module) -> Iterator[None]:
         module._forward_hooks = hooks
 
 
-def run_forward_hooks(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Run the forward hooks of a block.
-
-    Raises:
-        NoLoopError: if one returns another output.
-    """
+def run_forward_hooks(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Run the forward hooks of a block, and return what it then returns."""
     for key, hook in list(module._forward_hooks.items()):
         options = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
-        if hook(module, args, *options, output) is not None:
-            raise NoLoopError(
-                "a forward hook of a scanned block returned another output, which a loop would "
-                "not use; let hooks return None, or do not scan these blocks"
-            )
+        changed = hook(module, args, *options, output)
+        output = output if changed is None else changed
+    return output
 
 
 def settings_of(states: Sequence[BlockState]) -> Any:

@@ -186,6 +186,8 @@ class BlockScan:
         period: block n has parameters and buffers like block n + period.
     """
 
+    is_automatic = False  # whether blocks may also run one by one, or as another loop
+
     def __init__(self, blocks: Sequence[Any], options: Options, period: int = 1) -> None:
         self.__setstate__(([_BlockRef(block) for block in blocks], options, period))
 
@@ -256,10 +258,13 @@ class BlockScan:
             current.outputs.append(weakref.ref(result))
             current.last, self._pass = result, current
         output = call.returned.put_together(result, given.tensors)
-        module = current.blocks[number].module
-        if module._forward_hooks:
-            run_forward_hooks(module, args, kwargs, output)
-        return output
+        hooked = run_forward_hooks(current.blocks[number].module, args, kwargs, output)
+        if hooked is not output and not self.is_automatic:
+            raise NoLoopError(
+                "a forward hook of a scanned block returned another output, which a loop would "
+                "not use; let hooks return None, or do not scan these blocks"
+            )
+        return hooked
 
     def _begin(self, blocks: list[Any], given: Arguments) -> Pass:
         units: list[FSDPState] = [block._fsdp_unit for block in blocks]

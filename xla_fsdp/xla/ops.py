@@ -71,8 +71,9 @@ class RankRuntime:
         torch_xla orders collectives by a token, a zero computed from the last one's result. Ranks
         that run one program need no such order, and it prevents gathers from overlapping compute.
         """
-        on = str(value.device)
-        torch_xla._XLAC._set_all_reduce_token(on, _constant_token(on))
+        # torch_xla then begins with a constant. Not with one kept here: its buffer is that of all
+        # zeros, and says which tensor had it last.
+        torch_xla._XLAC._set_all_reduce_token(str(value.device), None)
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Return the ``data`` of every rank, in order; no operation may be pending."""
@@ -495,13 +496,6 @@ def live_tensors() -> list[Tensor]:
 # ---------------------------------------------------------------- collectives
 # pin_layout=False throughout: pinned, torch_xla turns an all-gather into a padded all-reduce
 # (github.com/pytorch/xla pull 3511), twice the traffic.
-
-
-@functools.cache
-def _constant_token(on: str) -> Any:
-    """Return a token that depends on no collective; a constant, so all programs can use it."""
-    torch_xla._XLAC._set_all_reduce_token(on, None)
-    return torch_xla._XLAC._get_all_reduce_token(on)
 
 
 def all_gather(value: Tensor, groups: Groups, dim: int = 0) -> Tensor:

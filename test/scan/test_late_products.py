@@ -94,7 +94,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 @cache  # once for all ranks, which are threads of one process
-def as_if_large(part_rows: int) -> list[int]:
+def as_if_large(reuse: int) -> list[int]:
     """Let loops take all matrices for large, and go around rings; return a list of the matrices
     whose gradients were reduced as products, which grows."""
     from xla_fsdp.distributed import collectives
@@ -109,16 +109,16 @@ def as_if_large(part_rows: int) -> list[int]:
         reduced.append(at)
         return reduce_matrix(self, at, *args)
 
-    weights.TOGETHER, weights.PART_ROWS, collectives.RING = 1, part_rows, 1
+    weights.TOGETHER, weights.PART_REUSE, collectives.RING = 1, reuse, 1
     collectives.XlaCollectives.in_rings = in_rings  # type: ignore[method-assign]
     weights.BlockWeights._reduce_matrix = noted  # type: ignore[method-assign]
     return reduced
 
 
-def trained(rank: int, part_rows: int) -> tuple[dict[str, dict[str, Tensor]], set[str]]:
+def trained(rank: int, reuse: int) -> tuple[dict[str, dict[str, Tensor]], set[str]]:
     """Return each case's parameters after training, and the cases whose loop has reduced gradients
     as products."""
-    reduced, found, with_products = as_if_large(part_rows), {}, set()
+    reduced, found, with_products = as_if_large(reuse), {}, set()
     for name, (block, options) in CASES.items():
         before = len(reduced)
         found[name] = train(rank, block, options)
@@ -147,8 +147,8 @@ def train(rank: int, block: type[Block], options: dict[str, Any]) -> dict[str, T
 
 
 @cached_outcome
-def outcome(num_ranks: int, part_rows: int) -> Any:
-    return run_on_ranks(trained, num_ranks, part_rows)[0]
+def outcome(num_ranks: int, reuse: int) -> Any:
+    return run_on_ranks(trained, num_ranks, reuse)[0]
 
 
 def expected(block: type[Block], num_ranks: int) -> dict[str, Tensor]:
@@ -162,11 +162,11 @@ def expected(block: type[Block], num_ranks: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("part_rows", [1, HIDDEN // 3])  # of both, or of the second one alone
+@pytest.mark.parametrize("reuse", [1, 60])  # of both, or from two ranks on of the second one alone
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_parameters_are_those_of_the_plain_model(case: str, num_ranks: int, part_rows: int) -> None:
-    states, with_products = outcome(num_ranks, part_rows)
+def test_parameters_are_those_of_the_plain_model(case: str, num_ranks: int, reuse: int) -> None:
+    states, with_products = outcome(num_ranks, reuse)
     assert case in with_products
     for name, value in expected(CASES[case][0], num_ranks).items():
         torch.testing.assert_close(

@@ -35,9 +35,9 @@ IN_PIECES = 2**25
 
 MOST_PIECES = 4
 
-PART_ROWS = 2**10
-"""Rows from which on a part of a matrix's gradient, of those that one rank of a ring sums up, is a
-product of its own. Smaller ones read their other side too often."""
+PART_REUSE = 768
+"""Multiplications for each element read of its two sides, from which on a part of a matrix's
+gradient, of those that one rank of a ring sums up, is a product of its own."""
 
 IN_FLIGHT = 3
 """Pieces that are there at a time: with two, rings of the first are waited for."""
@@ -79,8 +79,7 @@ class BlockWeights:
     def in_parts(self) -> list[int]:
         """Large matrices whose gradients are computed part by part, each before its round."""
         parts = self._rings.product_parts
-        rows = {at: _gradient_rows(self.group.params[at]) for at in self.large}
-        return [at for at in self.large if parts and rows[at] // parts >= PART_ROWS]
+        return [at for at in self.large if parts and self._reuse(at, parts) >= PART_REUSE]
 
     @functools.cached_property
     def matrices(self) -> list[int]:
@@ -251,6 +250,11 @@ class BlockWeights:
     def _of_all_blocks(self) -> AbstractContextManager[None]:
         """Let the log tell inside of all blocks what the group of the first one does."""
         return self.group.log.of(self.name)
+
+    def _reuse(self, number: int, parts: int) -> float:
+        param = self.group.params[number]
+        rows, columns = _gradient_rows(param) // parts, param.packing.sent_shape[-1]
+        return rows * columns / (rows + columns)
 
     def _numel(self, number: int) -> int:
         return self.group.params[number].packing.layout.numel

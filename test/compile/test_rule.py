@@ -342,6 +342,36 @@ def test_the_object_of_a_method_is_state_and_its_numbers_are_constants() -> None
     assert "first differs add(" in text
 
 
+class Training:
+    """Trains, by a method and by the same compiled, which its objects keep."""
+
+    def __init__(self) -> None:
+        self.model = fsdp(make(lambda: nn.Linear(3, 3)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def step(self, x: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(x).sum()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    compiled = compile_step(step)
+
+
+@scenario
+def training_methods(rank: int) -> list[Any]:
+    plain, compiled = Training(), Training()
+    steps = plain.step, compiled.compiled
+    return [*([step(ones(2, 3)).item() for _ in range(6)] for step in steps), steps[1].replays]
+
+
+def test_what_a_compiled_method_keeps_is_no_state_of_its_object() -> None:
+    plain, compiled, replays = result("training_methods")
+    assert compiled == plain
+    assert replays >= 3
+
+
 class Counting(nn.Module):
     """Counts its forwards in an attribute."""
 

@@ -1864,6 +1864,43 @@ def test_eight_blocks_that_are_recomputed_are_a_loop_by_default() -> None:
     assert found["not recomputed"].startswith("blocks: no loop, as block 0 is not recomputed")
 
 
+@scenarios.add
+def once_no_loop(rank: int) -> dict[str, Any]:
+    """Parameters after steps, of which one has a hook that no loop allows."""
+    from xla_fsdp import compile_step, full_state_dict
+
+    def trained(*, compiled: bool) -> Any:
+        model = wrapped(recomputed, scan_layers="auto")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train(x: Tensor) -> None:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+        replayed = compile_step(train, state=[model, optimizer], check=1)
+        for number in range(10):
+            hooks = [
+                each.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+                for each in model.blocks[1:2]
+                if number == 3
+            ]
+            (replayed if compiled else train)(batch())
+            for hook in hooks:
+                hook.remove()
+        values = {key: each.cpu() for key, each in full_state_dict(model).items()}
+        return values, replayed.replays if compiled else 0
+
+    return {"plain": trained(compiled=False)[0], "compiled": trained(compiled=True)}
+
+
+def test_a_compiled_step_follows_a_loop_that_is_one_no_more() -> None:
+    found = result("once_no_loop")
+    values, replays = found["compiled"]
+    torch.testing.assert_close(values, found["plain"], rtol=1e-5, atol=1e-6)
+    assert replays >= 2
+
+
 def test_a_loss_whose_graph_is_kept_keeps_no_activations_of_a_loop() -> None:
     assert result("unasked")["input"] == "freed"
 

@@ -49,6 +49,11 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _HOOKS_OF = operator.attrgetter("_backward_hooks")
 _LATER_HOOKS_OF = operator.attrgetter("_post_accumulate_grad_hooks")
 
+
+class CompiledFunction:
+    """A function that is compiled. What it keeps for itself is of no state."""
+
+
 _CLOSED = (
     *PLAIN,
     *CHOICES,
@@ -61,6 +66,7 @@ _CLOSED = (
     DataLoader,
     Dataset,
     FSDPState,
+    CompiledFunction,
     torch.Generator,
 )
 """Objects that are not looked into. A tensor that a step takes from there is an error."""

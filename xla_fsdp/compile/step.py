@@ -26,7 +26,15 @@ from torch.utils import _pytree as pytree
 
 from xla_fsdp.compile.program import FIRST_CHECK, Program, kind_of
 from xla_fsdp.compile.seen import CompileStepError, is_traced
-from xla_fsdp.compile.state import PLAIN, State, find_given, modes_now, refuse_closed, shown
+from xla_fsdp.compile.state import (
+    PLAIN,
+    CompiledFunction,
+    State,
+    find_given,
+    modes_now,
+    refuse_closed,
+    shown,
+)
 from xla_fsdp.compile.trace import Trace
 from xla_fsdp.fsdp.engine.deferred import UninitializedShard
 from xla_fsdp.optim.optimizers import make_state
@@ -160,7 +168,7 @@ def _difference(old: Any, new: Any) -> str:
     return ", ".join(f"{name} {shown([(a, b)])}" for name, a, b in fields if a != b)
 
 
-class CompiledStep(Generic[P, T]):
+class CompiledStep(CompiledFunction, Generic[P, T]):
     """What ``compile_step`` returns. CPU ranks that share it trace and replay each for itself."""
 
     def __init__(self, step: Callable[P, T], options: _Options) -> None:

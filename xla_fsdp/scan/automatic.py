@@ -63,7 +63,6 @@ class AutomaticScan(BlockScan):
     def __setstate__(self, state: tuple[Any, Options, int]) -> None:
         super().__setstate__(state)
         self.why = ""
-        self._is_off = False
         self._draws = False
 
     def run(self, unit: FSDPState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -76,7 +75,7 @@ class AutomaticScan(BlockScan):
             ):
                 each.clone()  # computes it: it is of other blocks, or of an earlier one
         is_first = self._blocks[0]() is not None and unit is self._blocks[0]()._fsdp_unit
-        if not self._may_loop() or (self._pass is None and not is_first):
+        if not self._may_loop(unit) or (self._pass is None and not is_first):
             self._run_called()
             return unit.run(forward, args, kwargs)
         before, why = self._pass, ""
@@ -111,13 +110,15 @@ class AutomaticScan(BlockScan):
 
     # ------------------------------------------------------------ what allows a loop
 
-    def _may_loop(self) -> bool:
+    def _may_loop(self, unit: FSDPState) -> bool:
         trains = torch.is_grad_enabled()
         # In training without gradients somebody may recompute: then with the same random numbers.
-        blocks = [block for reference in self._blocks if (block := reference()) is not None]
-        evaluates = not trains and not any(block.training for block in blocks)
+        evaluates = not trains and not any(block.training for block in self._living_blocks())
         is_inside = bool(this_thread.units) and current_pass() == -1 and not in_region()
-        return is_inside and (evaluates or (trains and not self._is_off))
+        return is_inside and (evaluates or (trains and unit.settings.trains_in_loop))
+
+    def _living_blocks(self) -> list[Any]:
+        return [block for reference in self._blocks if (block := reference()) is not None]
 
     def _begin(self, blocks: list[Any], given: Arguments) -> Pass:
         if problem := next(_problems_now(blocks), None):
@@ -147,7 +148,8 @@ class AutomaticScan(BlockScan):
         with regions_run_once():  # this recomputes already
             for number in range(plan.first, plan.stop):
                 x = run_alone(again, number, x)
-        self._is_off, self.why = True, "gradients are differentiated again"
+        self.why = "gradients are differentiated again"
+        self._train_one_by_one()
         return x
 
     # ------------------------------------------------------------ what ends one
@@ -157,8 +159,13 @@ class AutomaticScan(BlockScan):
         if why != self.why and ops.rank() == 0:
             _logger.debug("blocks run one by one: %s", why)
         self.why = why
-        self._is_off |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._train_one_by_one()
         self._run_called()
+
+    def _train_one_by_one(self) -> None:
+        for block in self._living_blocks():
+            block._fsdp_unit.settings.trains_in_loop = False
 
     def _run_called(self) -> None:
         current, self._pass = self._pass, None

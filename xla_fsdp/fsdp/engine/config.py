@@ -169,6 +169,9 @@ class FSDPSettings:
     forward_prefetch: Sequence[Any] = ()
     backward_prefetch: Sequence[Any] = ()
     is_root: bool = True  # whether the unit is inside no other unit
+    trains_in_loop: bool = (
+        True  # if nobody asked for the loop, until a forward showed that none can
+    )
 
     @property
     def reshards_after_forward(self) -> bool:

@@ -208,7 +208,7 @@ def test_a_step_without_state_says_what_to_write() -> None:
 @scenario
 def unknown(rank: int) -> dict[str, str]:
     model, other = (fsdp(make(lambda: nn.Linear(3, 3))) for _ in range(2))
-    outside = ones(3)
+    outside, scalar = ones(3), ones(value=2.5)
     kept = {"first": ones(3)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -235,6 +235,7 @@ def unknown(rank: int) -> dict[str, str]:
         "closure": lambda x: (model(x) * outside).sum(),
         "dict": lambda x: (model(x) * kept["first"]).sum(),
         "view": lambda x: (model(x) * outside[:1]).sum(),
+        "scalar": lambda x: (model(x) * scalar).sum() + 2.5,  # torch_xla gives both one buffer
         "model": lambda x: other(model(x)).sum(),
         "optimizer": train,
         "backward": in_backward,
@@ -247,7 +248,7 @@ def unknown(rank: int) -> dict[str, str]:
 
 def test_a_tensor_of_neither_state_nor_arguments_is_refused_with_its_place() -> None:
     found = result("unknown")
-    for name in ("closure", "dict", "view"):
+    for name in ("closure", "dict", "view", "scalar"):
         assert "neither an argument nor inside of its state; it entered at" in found[name], found
         assert "test_rule.py" in found[name], found[name]
     assert "neither an argument nor inside of its state" in found["model"]

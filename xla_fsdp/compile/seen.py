@@ -147,6 +147,12 @@ class Seen(TorchFunctionMode):
         numbers have -1."""
         return 0 <= number < self._began
 
+    def scalars(self) -> set[int | None]:
+        """Return the buffers of scalars that are older than the trace. Those of one value may share
+        one, with constants, too, and ``tensor_id`` is then the last one's."""
+        entered = (ops.referent(reference) for reference, _ in self._entered)
+        return {*buffers_of([each for each in entered if each is not None and not each.dim()])}
+
     def place_of(self, buffer: int) -> str:
         """Return where a tensor that is older than the trace was first used, given its buffer."""
         for reference, place in self._entered:

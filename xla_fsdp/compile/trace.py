@@ -474,13 +474,15 @@ class _Traced:
         references: list[Reference] = []
         values: list[Tensor] = []
         inputs, trace, seeds = self.inputs, self._trace, self._seeds()
+        scalars = trace.seen.scalars()
         for number, (buffer, value) in enumerate(zip(inputs.buffers, inputs.values, strict=True)):
             if number in seeds:
                 references.append(("seed", seeds[number]))
             elif buffer in trace.buffers:
                 references.append(self._named(trace.buffers[buffer][0]))
             else:
-                if trace.seen.is_older(inputs.tensors[number]) and buffer not in trace.constants:
+                is_older = trace.seen.is_older(inputs.tensors[number]) or buffer in scalars
+                if is_older and buffer not in trace.constants:
                     trace.note(_unknown_tensor(value, trace.seen.place_of(buffer)))
                 references.append(("host", len(values)))
                 values.append(value)

@@ -309,6 +309,21 @@ def test_tensors_anywhere_inside_of_an_object_are_followed() -> None:
     assert replays >= 4
 
 
+@scenario
+def in_two_places(rank: int) -> list[Any]:
+    model, kept = make(lambda: nn.Linear(3, 3)).to(ops.device()), ones(3)
+    model.register_buffer("first", kept)
+    model.register_buffer("second", kept)
+    step = compile_step(lambda: (model.first + 2 * model.second).sum(), state=[model])
+    before = [step().item() for _ in range(4)]
+    model.second = ones(3, value=5.0)
+    return [before, step.replays, step().item()]
+
+
+def test_of_two_places_with_one_tensor_each_may_get_another() -> None:
+    assert result("in_two_places") == [[9.0] * 4, 2, 33.0]
+
+
 class Trainer:
     """Has a compiled method, which calls a compiled function."""
 

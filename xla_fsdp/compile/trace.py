@@ -79,8 +79,8 @@ class Trace:
     def _own(self, values: Sequence[Any]) -> list[Tensor]:
         return [v for v in values if isinstance(v, Tensor) and v.device == self._device]
 
-    def _find_buffers(self) -> dict[int, tuple[Reference, Tensor]]:
-        """Return the reference of each buffer that the step may use; slots are named by place."""
+    def _find_buffers(self) -> dict[int, list[tuple[Reference, Tensor]]]:
+        """Return what has each buffer that the step may use; slots are named by place."""
         held: list[tuple[Reference, Tensor]] = [
             (("slot", where), tensor) for where, tensor in self.before.items()
         ]
@@ -89,11 +89,12 @@ class Trace:
             for number, leaf in enumerate(self.arguments)
             if isinstance(leaf, Tensor) and leaf.device == self._device
         ]
-        found: dict[int, tuple[Reference, Tensor]] = {}
+        found: dict[int, list[tuple[Reference, Tensor]]] = {}
         for each, buffer in zip(held, programs.buffers_of([t for _, t in held]), strict=True):
             if buffer is None:
                 continue
-            reference, tensor = found.setdefault(buffer, each)
+            found.setdefault(buffer, []).append(each)
+            reference, tensor = found[buffer][0]
             if each[0][0] == "argument" and tensor is not each[1]:
                 known = (
                     "another argument" if reference[0] == "argument" else "a tensor of the model"
@@ -251,7 +252,7 @@ class Trace:
         kept = set(programs.buffers_of([each for each in held.values() if id(each) not in pending]))
         donors = {
             buffer: id(tensor)
-            for buffer, (_, tensor) in self.buffers.items()
+            for buffer, [(_, tensor), *_] in self.buffers.items()
             if id(tensor) in pending and buffer not in kept
         }
         self.note(self._find_moved(after, pending))
@@ -479,7 +480,7 @@ class _Traced:
             if number in seeds:
                 references.append(("seed", seeds[number]))
             elif buffer in trace.buffers:
-                references.append(self._named(trace.buffers[buffer][0]))
+                references.append(self._named(trace.buffers[buffer]))
             else:
                 is_older = trace.seen.is_older(inputs.tensors[number]) or buffer in scalars
                 if is_older and buffer not in trace.constants:
@@ -534,7 +535,7 @@ class _Traced:
             return self._changed(leaf, self.groups[number]) or ("result", number)
         [buffer] = programs.buffers_of([leaf]) if leaf.is_xla else [None]  # type: ignore[attr-defined]
         if buffer in self._trace.buffers:
-            return self._named(self._trace.buffers[buffer][0])
+            return self._named(self._trace.buffers[buffer])
         self._trace.note(
             f"the step returns a tensor of shape {list(leaf.shape)} that is neither computed on "
             f"the device nor one of its arguments or of the model"
@@ -552,9 +553,11 @@ class _Traced:
                         return goal
         return None
 
-    def _named(self, reference: Reference) -> Reference:
-        kind, number = reference
-        return (kind, self._number(number) if kind == "slot" else number)
+    def _named(self, held: list[tuple[Reference, Tensor]]) -> Reference:
+        """Return where a buffer comes from. Other slots that have it count, too: one of them may
+        get another tensor, and it is not known which of them the step reads."""
+        found = [(kind, self._number(at) if kind == "slot" else at) for (kind, at), _ in held]
+        return found[0]
 
     def _number(self, where: Any) -> int:
         """Return the number of the slot at a place; one that it has not had is added."""

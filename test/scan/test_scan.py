@@ -1865,12 +1865,13 @@ def test_eight_blocks_that_are_recomputed_are_a_loop_by_default() -> None:
 
 
 @scenarios.add
-def once_no_loop(rank: int) -> dict[str, Any]:
-    """Parameters after steps, of which one has a hook that no loop allows."""
-    from xla_fsdp import compile_step, full_state_dict
+def no_loop_later(rank: int) -> dict[str, Any]:
+    """Parameters after steps, of which the fourth ends the loop of the others."""
+    from xla_fsdp import compile_step, full_state_dict, scan_blocks
 
-    def trained(*, compiled: bool) -> Any:
-        model = wrapped(recomputed, scan_layers="auto")
+    def trained(end: str, *, compiled: bool) -> Any:
+        model = wrapped(recomputed, scan_layers="auto" if end == "by a hook" else False)
+        scan = None if end == "by a hook" else scan_blocks(model.blocks)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def train(x: Tensor) -> None:
@@ -1880,24 +1881,29 @@ def once_no_loop(rank: int) -> dict[str, Any]:
 
         replayed = compile_step(train, state=[model, optimizer], check=1)
         for number in range(10):
-            hooks = [
-                each.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
-                for each in model.blocks[1:2]
-                if number == 3
-            ]
+            hook = None
+            if number == 3 and scan is None:
+                hook = model.blocks[1].register_forward_pre_hook(_halve)
+            elif number == 3:
+                scan.remove()
             (replayed if compiled else train)(batch())
-            for hook in hooks:
+            if hook is not None:
                 hook.remove()
         values = {key: each.cpu() for key, each in full_state_dict(model).items()}
         return values, replayed.replays if compiled else 0
 
-    return {"plain": trained(compiled=False)[0], "compiled": trained(compiled=True)}
+    ends = ("by a hook", "by hand")
+    return {end: [trained(end, compiled=each) for each in (False, True)] for end in ends}
 
 
-def test_a_compiled_step_follows_a_loop_that_is_one_no_more() -> None:
-    found = result("once_no_loop")
-    values, replays = found["compiled"]
-    torch.testing.assert_close(values, found["plain"], rtol=1e-5, atol=1e-6)
+def _halve(module: Any, args: Any) -> Any:
+    return (args[0] * 0.5,)
+
+
+@pytest.mark.parametrize("end", ["by a hook", "by hand"])
+def test_a_compiled_step_follows_a_loop_that_ends(end: str) -> None:
+    (plain, _), (compiled, replays) = result("no_loop_later")[end]
+    torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
     assert replays >= 2
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from xla_fsdp.compile.optimizer_numbers import OptimizerNumbers
 from xla_fsdp.compile.slots import Slot, Way
 from xla_fsdp.distributed.context_parallel import context_key
-from xla_fsdp.fsdp.engine.module_state import units_in
+from xla_fsdp.fsdp.engine.module_state import is_fsdp_module, units_in
 from xla_fsdp.fsdp.engine.state import FSDPState
 from xla_fsdp.optim.optimizers import params_of
 from xla_fsdp.xla.loop import Body, Loop
@@ -208,6 +208,8 @@ class State:
             "requires_grad, hooks, or whether there is a gradient, of parameters",
             self._param_facts,
         )
+        states = [each._fsdp_module_state for each in self.modules if is_fsdp_module(each)]
+        yield "which blocks run as a loop", lambda: [each.forward_override for each in states]
         for unit in self.units:
             yield "a unit's settings, or gradients that no_sync left", unit.replay_facts
         for number, optimizer in enumerate(self.optimizers):

@@ -189,6 +189,37 @@ def refused() -> dict[str, str]:
     }
 
 
+def at_the_end() -> dict[str, list[Any]]:
+    """Which batches end an accumulation, and what is gathered of 11 samples in batches of two."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    samples = torch.utils.data.TensorDataset(torch.arange(11.0))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(samples, batch_size=2))
+    syncs = []
+    for _ in (loader, loader):
+        for _ in loader:
+            with accelerator.accumulate():
+                syncs.append(accelerator.sync_gradients)
+    for _ in accelerator.skip_first_batches(loader, 2):
+        with accelerator.accumulate():
+            syncs.append(accelerator.sync_gradients)
+    gathered = [accelerator.gather_for_metrics(x) for (x,) in loader]
+    return {"syncs": syncs, "gathered": torch.cat(gathered).tolist()}
+
+
+def overflowing() -> tuple[bool, float]:
+    """Whether a step is skipped, and the new scale, if a gradient of rank 0 is infinite."""
+    accelerate.state.AcceleratorState._reset_state(True)
+    options = accelerate.utils.GradScalerKwargs(init_scale=16.0)
+    accelerator = Accelerator(mixed_precision="fp16", shard=fsdp, kwargs_handlers=[options])
+    model = make()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(rows(MICRO).tensors[0].to(accelerator.device)).sum())
+    if accelerator.process_index == 0:
+        next(model.parameters()).grad.fill_(torch.inf)
+    optimizer.step()
+    return optimizer.step_was_skipped, accelerator.scaler.get_scale()
+
+
 def two_ranks(rank: int, root: str) -> dict[str, Any]:
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as Theirs
 
@@ -202,6 +233,8 @@ def two_ranks(rank: int, root: str) -> dict[str, Any]:
         "refused": refused(),
         "recipe": by_recipe(Path(root, "recipe"), clips=True),
         "in backward": by_recipe(Path(root, "in_backward"), clips=False),
+        "end": at_the_end(),
+        "overflow": overflowing(),
     }
 
 
@@ -282,6 +315,18 @@ def test_loading_on_as_many_ranks_goes_on_bit_by_bit(found: Any) -> None:
     whole = found[0]["whole"]["full"]
     resumed = found[0]["resumed"]
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+
+
+def test_the_last_batch_of_a_loader_ends_an_accumulation(found: Any) -> None:
+    assert [each["end"]["syncs"] for each in found] == [[False, True, True] * 2 + [True]] * 2
+
+
+def test_metrics_are_of_each_sample_once(found: Any) -> None:
+    assert [each["end"]["gathered"] for each in found] == [[*map(float, range(11))]] * 2
+
+
+def test_an_overflow_of_one_rank_skips_the_step_of_all(found: Any) -> None:
+    assert [each["overflow"] for each in found] == [(True, 8.0)] * 2
 
 
 @pytest.fixture(scope="module")

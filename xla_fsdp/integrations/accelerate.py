@@ -17,6 +17,7 @@ from typing import Any
 import accelerate
 from accelerate import data_loader
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import GradientState
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,6 +27,7 @@ from xla_fsdp.fsdp.engine.shard_tensor import is_sharded
 from xla_fsdp.fsdp.wrapper import XlaFullyShardedDataParallel
 from xla_fsdp.integrations import require
 from xla_fsdp.optim.clip_grad import clip_grad_norm_
+from xla_fsdp.optim.grad_scaler import ShardedGradScaler
 from xla_fsdp.optim.optimizers import params_of
 from xla_fsdp.optim.rebind import hold_shards
 from xla_fsdp.recipe.apply import parallelize
@@ -77,6 +79,49 @@ class ShardedOptimizer(AcceleratedOptimizer):
         super().zero_grad(set_to_none)
 
 
+class Loader(data_loader.MpDeviceLoaderWrapper):
+    """A data loader on XLA as accelerate prepares it, which ends when its last batch is used.
+
+    A thread loads batches ahead. For accelerate itself the loader ends when that thread has come to
+    the end, so that ``accumulate`` and ``gather_for_metrics`` take no batch for the last one.
+    """
+
+    end_of_dataloader = False
+
+    def __init__(self, loader: data_loader.MpDeviceLoaderWrapper) -> None:
+        self.__dict__.update(vars(loader))
+        self.dataloader.gradient_state = _OfNobody()
+
+    @property
+    def remainder(self) -> int:
+        """Number of samples in the last batch of all ranks that are no copies; -1 if unknown."""
+        remainder: int = self.dataloader.remainder
+        return remainder
+
+    def __iter__(self) -> Iterator[Any]:
+        state = GradientState()
+        self.end_of_dataloader = False
+        state._add_dataloader(self)
+        try:
+            waiting: list[Any] = []
+            for batch in super().__iter__():
+                yield from waiting
+                waiting = [batch]
+            self.end_of_dataloader = True
+            yield from waiting
+            ops.sync()  # as torch_xla's loader does behind its last batch
+        finally:
+            state._remove_dataloader(self)
+
+
+class _OfNobody:
+    """A ``GradientState`` for the thread that loads."""
+
+    def _add_dataloader(self, loader: Any) -> None: ...
+
+    def _remove_dataloader(self, loader: Any) -> None: ...
+
+
 class Accelerator(accelerate.Accelerator):
     """accelerate's ``Accelerator``, also for models wrapped by ``XlaFullyShardedDataParallel``.
 
@@ -96,6 +141,7 @@ class Accelerator(accelerate.Accelerator):
         ValueError: if both are given.
     """
 
+    scaler: Any
     _models: list[Any]
     _optimizers: list[Any]
     _dataloaders: list[Any]
@@ -110,6 +156,9 @@ class Accelerator(accelerate.Accelerator):
         if shard is not None and recipe is not None:
             raise ValueError("shard and recipe both say how models are sharded; give one")
         super().__init__(*args, **kwargs)
+        if self.scaler is not None:  # by itself each rank would skip steps for its own shards
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler else {}
+            self.scaler = ShardedGradScaler(**options)
         self._shard = shard
         self._recipe = recipe
         self.recipes: list[Recipe] = []
@@ -146,6 +195,17 @@ class Accelerator(accelerate.Accelerator):
         sharded = ShardedOptimizer(optimizer, device_placement, self.scaler)
         self._optimizers.append(sharded)
         return sharded
+
+    def prepare_data_loader(self, loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare as accelerate does; a loader on XLA is a ``Loader``."""
+        prepared = super().prepare_data_loader(loader, *args, **kwargs)
+        if prepared is not loader:
+            prepared = self._dataloaders[-1] = _as_ours(prepared)
+        return prepared
+
+    def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
+        """Return a loader without these batches, as accelerate does."""
+        return _as_ours(super().skip_first_batches(loader, num_batches))
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Unwrap as accelerate does; for a sharded model, return the module, still sharded."""
@@ -265,6 +325,11 @@ class Accelerator(accelerate.Accelerator):
                 f"first"
             )
         return found
+
+
+def _as_ours(loader: Any) -> Any:
+    wrapper = data_loader.MpDeviceLoaderWrapper
+    return Loader(loader) if type(loader) is wrapper else loader
 
 
 def _directory(where: Any, index: int) -> Path:

@@ -169,9 +169,7 @@ class FSDPSettings:
     forward_prefetch: Sequence[Any] = ()
     backward_prefetch: Sequence[Any] = ()
     is_root: bool = True  # whether the unit is inside no other unit
-    trains_in_loop: bool = (
-        True  # if nobody asked for the loop, until a forward showed that none can
-    )
+    trains_in_loop: bool = True  # in one that nobody asked for, until a forward was none
 
     @property
     def reshards_after_forward(self) -> bool:

@@ -6,6 +6,7 @@ sends is shown in ``fsdp/scan/test_tpu``.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,17 @@ def factors_of(rank: int) -> tuple[Tensor, Tensor]:
     shapes = ((6, RANKS * ROWS), (6, WIDTH))
     left, right = (torch.randn(shape, generator=generator) for shape in shapes)
     return left, right
+
+
+@pytest.mark.parametrize(("axes", "parts"), [((4,), 4), ((2, 4), 2), ((2, 2, 2), 0)])
+def test_products_are_cut_for_the_first_ring_of_a_torus_of_two_axes(
+    axes: tuple[int, ...], parts: int
+) -> None:
+    from xla_fsdp.distributed.collectives import RingCollectives
+
+    ranks = math.prod(axes)
+    steps = [[list(range(size))] for size in axes]
+    assert RingCollectives([list(range(ranks))], 0, ranks, steps).product_parts == parts
 
 
 def on_ranks(rank: int) -> dict[str, Any]:

@@ -25,7 +25,9 @@ def weights_of(*rows: int, ranks: int = RANKS) -> BlockWeights:
     shapes = [torch.Size([each, WIDTH]) for each in rows]
     params: list[Any] = [
         SimpleNamespace(
-            packing=ShardPacking([shape], ShardLayout(tuple(shape), ranks)), originals=[None]
+            packing=ShardPacking([shape], ShardLayout(tuple(shape), ranks)),
+            originals=[None],
+            is_expert=False,
         )
         for shape in shapes
     ]
@@ -72,6 +74,23 @@ def reduced_together(*rows: int) -> list[list[int]]:
 def test_gradients_of_one_loop_do_not_all_wait_for_the_last() -> None:
     assert reduced_together(3072, 1024, 4096, 4096) == [[0, 1], [2], [3]]
     assert reduced_together(8192, 8, 16, 8192) == [[0], [1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "in_parts", "products"),
+    [
+        (1, [0, 2], [0, 2]),
+        (2, [2], [0, 2]),  # 682 multiplications for each element, and 819
+        (8, [], []),
+        (0, [], [0]),  # of three axes: the first, which is differentiated last, waits
+    ],
+)
+def test_gradients_are_made_in_parts_that_multiply_enough(
+    parts: int, in_parts: list[int], products: list[int]
+) -> None:
+    weights = weights_of(4096, 1024, 8192)
+    weights._rings = SimpleNamespace(product_parts=parts)  # type: ignore[assignment]
+    assert (weights.in_parts, weights.matrices) == (in_parts, products)
 
 
 @pytest.mark.parametrize(

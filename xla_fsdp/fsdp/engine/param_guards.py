@@ -87,16 +87,18 @@ _MIXING = frozenset(
         "cumprod", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
         # products
         "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "einsum",
-        "tensordot", "kron", "addmm", "addmv", "addbmm", "baddbmm", "linear", "bilinear", "conv1d",
-        "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding",
-        "embedding_bag", "trace", "det", "logdet", "slogdet", "inverse", "pinverse", "svd", "qr",
-        "cholesky", "matrix_exp", "matrix_power",
+        "tensordot", "kron", "outer", "ger", "addmm", "addmv", "addbmm", "baddbmm", "linear",
+        "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "embedding", "embedding_bag", "trace", "det", "logdet", "slogdet",
+        "inverse", "pinverse", "svd", "qr", "cholesky", "matrix_exp", "matrix_power",
         # initialization and writes by index
         "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_",
         "log_normal_", "kaiming_uniform_", "eye", "view_as", "__setitem__", "fill_diagonal_",
         "tril_", "triu_", "index_fill_", "index_copy_", "index_add_", "index_put_", "scatter_",
     }
 )  # fmt: skip
+
+SUMS = frozenset({"sum", "nansum"})
 
 _MIXING_ALONE = frozenset({"max", "min"})  # of two tensors they are elementwise
 

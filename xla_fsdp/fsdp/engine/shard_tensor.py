@@ -21,6 +21,7 @@ from xla_fsdp.distributed.shard_layout import layout_of
 from xla_fsdp.fsdp.engine.param import FSDPParam, all_joined, known_shard
 from xla_fsdp.fsdp.engine.param_guards import (
     COUNTS,
+    SUMS,
     Reads,
     mixes_elements,
     name_of,
@@ -114,6 +115,8 @@ class ShardView:
                 _refuse_mixed(name, tensors)
             _refuse_others(func, tensors)
         result = torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        if reads is Reads.VALUES and torch.is_grad_enabled():
+            _refuse_parts(func, kwargs, result, tensors)
         if name_of(func) == "squeeze" and isinstance(args[0], ShardView):
             return _squeezed(func, args, kwargs, result)
         return _marked(result, tensors) if reads is Reads.VALUES else result
@@ -313,9 +316,29 @@ def _computed_in_forward(func: Any, args: Any, kwargs: Any) -> Any:
     return result if isinstance(result, ShardView) else _view_of(shards[0], result)
 
 
+def _refuse_parts(func: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]) -> None:
+    """Refuse a result with gradients that has not the elements of all shards that it is computed
+    from, but for sums, whose gradients are right."""
+    with torch._C.DisableTorchFunctionSubclass():
+        results = [each for each in tensors_in(result) if each.requires_grad]
+        shards = [each for each in tensors if isinstance(each, ShardView)]
+        shapes = sorted(each.shape for each in shards)
+        if len(results) == 1:
+            numel = results[0].numel()
+            keeps = results[0].shape in shapes or numel == sum(map(torch.Size.numel, shapes))
+            is_sum = name_of(func) in SUMS or kwargs.get("reduction") == "sum"
+            keeps |= is_sum and results[0].dim() == 0
+        else:
+            keeps = not results or sorted(each.shape for each in results) == shapes
+    if not keeps:
+        _refuse_mixed(name_of(func), shards)
+
+
 def _refuse_mixed(name: str, tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
-        param = _param_behind(tensor) if isinstance(tensor, ShardParameter) else None
+        is_used = isinstance(tensor, ShardParameter)
+        is_computed = isinstance(tensor, ShardTensor) and tensor.requires_grad
+        param = _param_behind(tensor) if is_used or is_computed else None
         if param is not None and param.packing.layout.num_shards > 1:
             raise RuntimeError(
                 f"the shard of {_names_of(param)} was used (by {name}) as if it were the full "

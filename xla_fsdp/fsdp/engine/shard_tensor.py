@@ -322,14 +322,12 @@ def _refuse_parts(func: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]
     with torch._C.DisableTorchFunctionSubclass():
         results = [each for each in tensors_in(result) if each.requires_grad]
         shards = [each for each in tensors if isinstance(each, ShardView)]
-        shapes = sorted(each.shape for each in shards)
+        shapes = {each.shape for each in shards}
+        keeps = all(each.shape in shapes for each in results)
         if len(results) == 1:
-            numel = results[0].numel()
-            keeps = results[0].shape in shapes or numel == sum(map(torch.Size.numel, shapes))
             is_sum = name_of(func) in SUMS or kwargs.get("reduction") == "sum"
             keeps |= is_sum and results[0].dim() == 0
-        else:
-            keeps = not results or sorted(each.shape for each in results) == shapes
+            keeps |= results[0].numel() == sum(each.numel() for each in shards)
     if not keeps:
         _refuse_mixed(name_of(func), shards)
 

@@ -452,6 +452,7 @@ def optimizer_state_that_does_not_fit(rank: int) -> dict[str, Any]:
         "two": load(changed(other={}, scale=wrong)),
         "kind": load(good, its=sgd),
         "ids": load(optimizer.state_dict()),
+        "none": load(changed(scale=None)),
         "nothing": load({}),
         "unchanged": close(dict(optimizer.state[model.inp.weight]), before),
         "foreign": message(
@@ -466,6 +467,7 @@ def test_optimizer_state_that_does_not_fit_is_refused() -> None:
     assert "'exp_avg' of scale is (2,), expected ()" in found["two"]
     assert "inp.weight has no 'momentum_buffer'" in found["kind"]
     assert "holds no names; pass what optim_state_dict(" in found["ids"]
+    assert "state['scale'] is a NoneType; give a dict of values by name" in found["none"]
     assert found["nothing"] == (
         "ValueError: expected an optimizer state dict with 'state' and 'param_groups'"
     )

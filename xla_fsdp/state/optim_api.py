@@ -380,6 +380,9 @@ def _malformed(full: Any) -> Iterator[str]:
                 f"param_groups[{index}]['params'] holds no names; pass what optim_state_dict("
                 f"model, optimizer) returned, not optimizer.state_dict()"
             )
+    for name, state in full["state"].items():
+        if not isinstance(state, Mapping):
+            yield f"state[{name!r}] is a {type(state).__name__}; give a dict of values by name"
 
 
 def _on_host(value: Any) -> Any:

@@ -111,7 +111,7 @@ WRONG: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
     "window": ({}, {"window": 0}, "window is 0; give an integer of at least 1"),
     "part of a window": ({}, {"window": 2.5}, "window is 2.5; give an integer"),
     "soft_cap": ({}, {"soft_cap": 0.0}, "soft_cap is 0.0; give a number above 0"),
-    "window of others": ({"queries": 9}, {"window": 3}, "window need as many queries as keys"),
+    "window of others": ({"queries": 9}, {"window": 3}, "with window, give as many queries"),
     "segments": ({}, {"segment_ids": ids(2, 3)}, "segment_ids are .2, 3., not .batch, keys"),
     "one of two": ({"queries": 9}, {"segment_ids": ids(2, 50)}, "or segment_ids of queries and of"),
     "places": ({}, {"segment_ids": ids(2, 50).to("meta")}, "query on cpu, .* segment_ids on meta"),

@@ -195,7 +195,10 @@ def _mask_problems(tokens: Tokens, window: int | None, boundaries: Tensor | None
     named = [name for name, each in given.items() if each is not None]
     if named and queries != keys:
         more = ", or segment_ids of queries and of keys" if one else ""
-        yield f"{' and '.join(named)} need as many queries as keys, not {queries} and {keys}{more}"
+        yield (
+            f"there are {queries} queries and {keys} keys; with {' and '.join(named)}, give as "
+            f"many queries as keys{more}"
+        )
     if window is not None and not (isinstance(window, int) and window > 0):
         yield f"window is {window}; give an integer of at least 1, or None"
     if segments is not None and boundaries is not None:

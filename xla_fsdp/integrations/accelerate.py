@@ -3,7 +3,8 @@
 On XLA, accelerate itself averages the gradients of different shards as if they were replicas.
 
 Invariants: gradients of shards stay as FSDP has reduced them; those of parameters that FSDP ignores
-are averaged once per step. Models and optimizers without shards are handled by accelerate.
+are averaged once per step. Models and optimizers without shards are handled by accelerate. A loader
+ends when its last batch is used, and one scaler's overflow stops the step of all ranks.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ FOUND = [
         options={"reshard_after_forward": False},
     ),
 ]
-QUICK = 240
+QUICK = 300
 SLOW = 5000
 CHUNK = 250  # recipes of a launch, whose programs stay in memory
 SHRUNK = 3  # failures; each takes a minute
